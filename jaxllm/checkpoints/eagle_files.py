@@ -29,7 +29,7 @@ from jaxllm.model.parameters import Weight
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
-# Some trainers write the first, which vLLM treats as the second.
+# vLLM treats the first as the second.
 ARCHITECTURES = ("LlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
 # Keys of NVIDIA's trainer, with the only values that vLLM's layer supports.
 _NOTED = {
@@ -40,7 +40,7 @@ _MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Read an EAGLE-3 head's config; raise UserError if the head does not fit the `target`."""
+    """Read an EAGLE-3 head's config; raise UserError if it does not fit the `target`."""
     with _of_the_head():
         config = weights.read_config(folder)
         names = config.get("architectures")
@@ -60,7 +60,6 @@ def check(folder: Path, head: Head, layout: Layout) -> None:
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Load a head's weights onto devices; raise UserError as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
@@ -105,7 +104,6 @@ def _read_head(fields: Fields, target: Spec, tensors: dict[str, Tensor]) -> Head
         draft_vocab_size=draft_size or spec.vocab_size,
         aux_layers=aux_layers,
         norm_before_residual=norm_before_residual,
-        # Without files, decided by the widths.
         has_embedding="embed_tokens.weight" in tensors if tensors else spec.width != target.width,
         has_names="d2t" in tensors,
         fusion_norm="whole" if is_whole else "each" if is_each else None,

@@ -22,8 +22,7 @@ _WITHOUT_EFFECT = frozenset(
     fan_in_fan_out megatron_core runtime_config loftq_config eva_config corda_config lora_ga_config qalora_group_size
     """.split()
 )
-# Initializations that leave base weights unchanged; with others PEFT changes them at each load (layer.py: pissa_init,
-# …). Converted adapters have `true`.
+# With others PEFT changes base weights at each load (layer.py: pissa_init, …); converted adapters have `true`.
 _PLAIN_BEGINNINGS = (None, True, False, "true", "false", "gaussian", "eva", "orthogonal", "mica")
 
 _Matches = Callable[[str], bool]
@@ -39,7 +38,7 @@ class LoraConfig:
 
 
 def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Read the fields of a PEFT `adapter_config.json`; raise UserError, naming the field, for an unsupported value."""
+    """Read the fields of a PEFT config; raise UserError, naming the field, for an unsupported value."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")

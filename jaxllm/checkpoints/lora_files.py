@@ -65,7 +65,7 @@ def read_adapter(
             raise UserError(f"{folder} has no {WEIGHTS}{never_read(folder)}.")
         config, tensors = read_lora_config(fields), read_file(folder, WEIGHTS)
         modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
-        # A single copy: the digest and the arrays agree even if the file changes.
+        # One copy: the digest and the arrays agree even if the file changes.
         stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
         weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
     except UserError as error:
@@ -84,7 +84,7 @@ def highest_rank(folder: Path) -> int:
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
-    """Return adaptable modules by name without the family's prefix: outputs and inputs."""
+    """Return outputs and inputs of adaptable modules by name without prefix."""
     sizes: dict[str, tuple[int, int]] = {}
     for _, layer, weight in _products(spec, UNDIVIDED):
         names = _names(weight, family, layer)

@@ -27,15 +27,15 @@ from jaxllm.model.sharding import Layout
 
 FOLDER = "orbax"
 LISTING = "orbax.json"
-_SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
+_SMALL_FILE = 2**20  # smaller files, Orbax's index, have a checksum
 CHUNK_BYTES = 2**20  # a shard's columns are in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-Name = tuple[int | None, str]  # a part's layer (None outside) and name
+Name = tuple[int | None, str]  # layer (None outside) and name of a part
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether a folder has an Orbax checkpoint, possibly a damaged one."""
+    """Return whether a folder has an Orbax checkpoint, possibly damaged."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
@@ -111,7 +111,7 @@ def check(folder: Path, declared: Params[Weight]) -> None:
 def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
     """Restore weights as arrays of `dtype`, a layer at a time.
 
-    Each device reads its piece of each part, rounded once. Weights to quantize are read as float32.
+    Each device reads its piece of each part, rounded once; weights to quantize are float32.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)

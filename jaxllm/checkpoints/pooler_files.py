@@ -93,7 +93,7 @@ def most_tokens(folder: Path) -> int | None:
 def _classifier(folder: Path, config: Mapping[str, Any], spec: Spec, family: Family, architecture: str) -> Pooler:
     fields = Fields(config)
     labels = _labels(fields)
-    if architecture.endswith("ForRewardModel"):  # a single raw number, regardless of labels
+    if architecture.endswith("ForRewardModel"):  # one raw number, regardless of labels
         labels, activation = labels[:1], "none"
     else:
         activation = _activation_of_labels(folder, fields, len(labels))
@@ -185,7 +185,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")  # of prompts that sentence-transformers prepends
+    fields.raw("include_prompt")  # prepended by sentence-transformers
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()

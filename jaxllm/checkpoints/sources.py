@@ -18,7 +18,7 @@ from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.rows import Rows, in_tensors
 
-_PIECE_BYTES = 32 * 2**20  # copied before the pages read are released
+_PIECE_BYTES = 32 * 2**20  # copied before pages are released
 
 Store = Callable[[int, np.ndarray], None]  # takes the first row's number, and rows
 
@@ -40,9 +40,9 @@ class Source:
         return values.T if self.is_transposed else values
 
     def whole(self, part: Part) -> np.ndarray:
-        """Return the part's rows; with a comb, of its runs of rows, [runs, rows of one, ...].
+        """Return a view of the part's rows; with a comb, of its runs of rows, [runs, rows of one, ...].
 
-        A view, but heads that alternate with another part's are copied.
+        Heads that alternate with another part's are copied.
         """
         values, comb = self.view(), self.at.comb
         if comb is None:
@@ -125,7 +125,7 @@ def by_name(declared: Params[Weight]) -> dict[tuple[int | None, str], Weight]:
 
 def is_unread(name: str, declared: Params[Weight], family: Family) -> bool:
     """Return whether a checkpoint may have this tensor, without prefix, although no weight consists of it."""
-    # A head tied to the embedding may be stored as a copy.
+    # May be stored as a copy of a tied embedding.
     is_copy = "head" not in declared.top and name == family.tensors["head"]
     is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")
     return is_copy or is_behind or name.endswith(family.ignored) or name.startswith(family.heads)
@@ -162,7 +162,7 @@ def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tu
 def usual_name(name: str, family: Family) -> str:
     """Return a tensor's name without the family's prefix, which a checkpoint without head lacks."""
     name = family.usual(name)
-    # Names of early transformers checkpoints.
+    # Of early transformers checkpoints.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 

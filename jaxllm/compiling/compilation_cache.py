@@ -24,7 +24,7 @@ def use_compilation_cache(folder: Path) -> None:
 
 
 def _can_be_folder(folder: Path) -> bool:
-    """Create a folder; warn and return False on failure, for which JAX would warn once per program."""
+    """Create a folder; warn and return False on failure: JAX would warn once per program."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

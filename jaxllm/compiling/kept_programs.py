@@ -30,9 +30,9 @@ from jaxllm.compiling.program_digest import NotDigestibleError, digest, digest_o
 
 _MAGIC = b"jaxllm program 1\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload, payload bytes
-_SIZES = struct.Struct("<3Q")  # bytes of the executable, argument tree and result tree
+_SIZES = struct.Struct("<3Q")  # of the executable, argument tree and result tree
 _UNFINISHED = ".part"
-_ABANDONED = 3600.0  # seconds after which an unfinished file is deleted
+_ABANDONED = 3600.0  # after which an unfinished file is deleted
 _log = logging.getLogger(__name__)
 
 
@@ -44,8 +44,8 @@ class KeptPrograms:
     ) -> None:
         """Cache at most `most_bytes` in `folder`; 0 disables the cache.
 
-        `depends` returns two digests: of the inputs of tracing, and of the compiler, its options and `devices`. If it
-        raises `NotDigestibleError`, the cache is disabled.
+        `depends` returns digests of the inputs of tracing, and of the compiler, its options and `devices`. If it raises
+        `NotDigestibleError`, the cache is disabled.
         """
         self.num_read, self.seconds = 0, 0.0
         self._folder, self._most_bytes, self._devices = folder, most_bytes, devices
@@ -75,7 +75,7 @@ class KeptPrograms:
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
         if not self.is_on:
             return lowered.compile()
-        # The text lacks unused arguments: models with other numbers of layers have the same for `score`.
+        # Unused arguments are not in the text: models with other numbers of layers have the same for `score`.
         text = bytes.fromhex(digest(self._depends[1], digest_options(), str(lowered.in_tree), lowered.as_text()))
         program = self._program(name, text)
         if program is None:

@@ -1,6 +1,6 @@
-"""The table of model families: find a config.json's row, and read its Spec.
+"""The table of model families.
 
-A key that the row's reader did not access is an error, unless it has no effect on the computation.
+A key that the row's reader did not access is an error, unless it has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE, *SEQ2SEQ)
 
-# Keys without effect on the forward pass, or read elsewhere (token ids).
+# On the forward pass; or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
     pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
     """.split()
 )
-# Sampling settings, written here by transformers 4; these values change nothing.
+# Written here by transformers 4; these values change nothing.
 SAMPLING: dict[str, Any] = {
     "min_length": 0,
     "num_beams": 1,
@@ -65,8 +65,8 @@ SAMPLING: dict[str, Any] = {
 def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
     """Return the `Spec` and the row of a config.json's architecture.
 
-    Some rotations depend on `max_model_len`, the requested context length. Raises UserError, naming the key, for an
-    unknown architecture or key, and for a missing or impossible value.
+    Some rotations depend on `max_model_len`, the requested length. Raises UserError, naming the key, for an unknown
+    architecture or key, and for a missing or impossible value.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -101,7 +101,7 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
 
 
 def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:
-    """Return how a model reads images, None if it does not; `spec` is its decoder's."""
+    """Return how a model reads images, if it does; `spec` is its decoder's."""
     if family.images is None or family.text_of is None:
         return None
     fields = Fields(config)
@@ -112,7 +112,7 @@ def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images
 
 
 def read_encoder(config: Mapping[str, Any], family: Family) -> Encoder | None:
-    """Return the encoder of an encoder-decoder model, None for other models; the decoder's keys were checked."""
+    """Return the encoder of an encoder-decoder model, None for others; the decoder's keys were checked."""
     return None if family.encoder is None else family.encoder(Fields(config))
 
 

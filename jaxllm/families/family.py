@@ -21,8 +21,7 @@ def named(stems: Mapping[str, str]) -> dict[str, str]:
     return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
 
 
-# Tensor names of a weight's parts (see decoder.declare), after the prefix. {} is the layer, a second {} the expert or
-# head.
+# Of a weight's parts (see decoder.declare), after the prefix. {} is the layer, a second {} the expert or head.
 LLAMA_TENSORS = named(
     {
         "embed": "embed_tokens",
@@ -65,7 +64,7 @@ class Encoder(NamedTuple):
 
     spec: Spec
     tensors: Family
-    num_mels: int = 0  # bands of the spectrogram that it reads; 0: it reads tokens
+    num_mels: int = 0  # that it reads; 0: it reads tokens
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Family:
     text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
     images: Callable[[Fields, int, int], Images] | None = None
     encoder: Callable[[Fields], Encoder] | None = None
-    of_spec: Callable[[Spec], Family] | None = None  # the row of a Spec, if names of tensors depend on it
+    of_spec: Callable[[Spec], Family] | None = None  # if names of tensors depend on the Spec
 
     def usual(self, name: str) -> str:
         """Return a tensor's name as in `tensors`, without the optional prefix."""

@@ -211,7 +211,7 @@ _PLAIN_TENSORS = {
     **{"merge_norm": "merger.norm", "merge_up": "merger.linear_fc1", "merge_down": "merger.linear_fc2"},
 }
 _TEXT_TENSORS = ("embed_tokens.", "norm.", "layers.", "lm_head.")
-# Names of transformers 5 and published Qwen3-VL files; Qwen2.5-VL files lack the first word.
+# transformers 5 and published Qwen3-VL files; Qwen2.5-VL files lack the first word.
 _RENAMED = (("model.language_model.", ""), ("model.visual.", _TOWER), ("language_model.model.", ""))
 
 OF_ANY_SIZE: tuple[Family, ...] = (

@@ -12,7 +12,7 @@ from jaxllm.families.family import Encoder, Family, named
 from jaxllm.model.spec import Activation, Spec
 
 LOGIT_BIAS = "final_logits_bias"  # zeros, see checkpoints/described.py
-# Keys of one half, which the other half's reader does not need, and of decoding.
+# Of the other half, and of decoding.
 _OF_HALVES = frozenset(
     {f"{side}_{key}" for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim", "layers")}
     | {"encoder_layerdrop", "decoder_layerdrop", "num_hidden_layers", "classif_dropout"}
@@ -164,7 +164,7 @@ def _t5_row(side: str, spec: Spec | None = None) -> Family:
         _t5_decoder if side == "decoder" else None,
         named(tensors),
         "",
-        # A bias that the first implementation had, and never used.
+        # A bias that the first implementation never used.
         ignored=(".layer.1.EncDecAttention.relative_attention_bias.weight",),
         heads=(*others, "lm_head.", "encoder.embed_tokens."),
         encoder=_t5_encoder,

@@ -20,8 +20,8 @@ def take_images(
     """Return messages with an `ImagePart` for each image, and the preprocessed images, in order.
 
     An image is a content part {"type": "image_url", "image_url": {"url": …}} ("detail" is ignored), or {"type":
-    "image", "image": …} with a PIL image. Images are decoded one after the other, which bounds the memory. Raises
-    UserError, naming the part, for invalid ones and more than `most`.
+    "image", "image": …} with a PIL image. Decoding one after the other bounds the memory. Raises UserError, naming the
+    part, for invalid ones and more than `most`.
     """
     images: list[Prepared] = []
     if processor is None:

@@ -1,4 +1,4 @@
-"""Preprocess images as a model's own processor does (transformers' PIL backend): resize, crop, normalize."""
+"""Preprocess images as a model's processor does (transformers' PIL backend): resize, crop, normalize."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]]
     "SiglipImageProcessor": (224, False, ((0.5,) * 3, (0.5,) * 3)),
 }
 _OLDER = {"CLIPFeatureExtractor": "CLIPImageProcessor"}
-# Keys that change nothing here, or belong to the text side of a processor.
+# Without effect here, or of the text side of a processor.
 UNREAD = frozenset(
     """
     image_processor_type feature_extractor_type processor_class data_format input_data_format device return_tensors
@@ -41,8 +41,8 @@ class Prepared(NamedTuple):
 
     digest: bytes  # of all that its embeddings depend on
     num_tokens: int
-    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch] of a `PatchProcessor`
-    grid: tuple[int, int] | None = None  # rows and columns of its tokens, if these have positions in two dimensions
+    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch]
+    grid: tuple[int, int] | None = None  # rows and columns of tokens, if these have positions in two dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Processor(ABC):
     """A model's preprocessing."""
 
     placeholder: int  # token id
-    video: int | None = None  # of the placeholder of videos, which are not supported
+    video: int | None = None  # of videos, which are not supported
     resample: int  # number of Pillow's filter
     scale: float | None
     mean: tuple[float, ...] | None
@@ -69,10 +69,9 @@ class Processor(ABC):
         parameter: str = "multi_modal_data",
         earlier: Sequence[Prepared] = (),
     ) -> list[Prepared]:
-        """Preprocess images; raise UserError, naming `name`, for values that are no images.
+        """Preprocess images, except prepared ones; raise UserError, naming `name`, for values that are no images.
 
-        Prepared images are returned as they are. `earlier` are images of the same request: all must fit into the
-        context, which bounds their memory.
+        `earlier` are images of the same request: all must fit into the context, which bounds their memory.
         """
         found: list[Prepared] = []
         total = sum(image.num_tokens for image in earlier)
@@ -155,7 +154,7 @@ class ImageProcessor(Processor):
 def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: int, side: int) -> ImageProcessor:
     """Return the processor of preprocessor_config.json; `side` is the model's, in pixels.
 
-    Raises UserError, naming the key, for settings that are not supported, or images of another size.
+    Raises UserError, naming the key, for unsupported settings, or images of another size.
     """
     own = Settings(settings)
     kind = str(own.take("image_processor_type", own.take("feature_extractor_type", "CLIPImageProcessor")))
