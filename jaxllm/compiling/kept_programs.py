@@ -30,9 +30,9 @@ from jaxllm.compiling.program_digest import NotDigestibleError, digest, digest_o
 
 _MAGIC = b"jaxllm program 1\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s32s32sQ")  # magic, digest, SHA-256 of the payload, payload bytes
-_SIZES = struct.Struct("<3Q")  # of the executable, argument tree and result tree
+_SIZES = struct.Struct("<3Q")  # bytes of the executable, argument tree and result tree
 _UNFINISHED = ".part"
-_ABANDONED = 3600.0  # after which an unfinished file is deleted
+_ABANDONED = 3600.0  # seconds after which an unfinished file is deleted
 _log = logging.getLogger(__name__)
 
 

@@ -76,7 +76,7 @@ class RowWeights(Protocol):
 
     @property
     def described(self) -> Any:
-        """The shapes and types of the arrays of one set."""
+        """The shapes and types of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
@@ -120,7 +120,7 @@ def declare(
 ) -> Params[Weight]:
     """Return the decoder's weights; matrices are [out, in].
 
-    A `head` replaces the logits. A `scheme` applies to products, and to an embedding only if it computes logits.
+    A `head` replaces the logits. A `scheme` applies to products, and to an embedding that computes logits.
     """
     vocabulary = layout.padded("vocab", spec.vocab_size)  # padding rows are zero and never sampled
     of_logits = None if head else "embed" if spec.tie_embeddings else "head"

@@ -189,8 +189,8 @@ def by_tiles(
 ) -> Array:
     """Sort assignments by expert and multiply tiles of one expert each: float32 [T, D].
 
-    Those of other shards' experts are in no tile. `skips` ends the loop after the last tile; otherwise it runs for the
-    worst case, so that a GPU need not synchronize.
+    Other shards' are in no tile. `skips` ends the loop after the last tile; otherwise it runs for the worst case, so
+    that a GPU need not synchronize.
     """
     tokens, width = x.shape
     total, count = chosen.size, _count(weights)  # N, E

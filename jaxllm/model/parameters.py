@@ -52,8 +52,8 @@ class Weight:
     """An array: shape, logical axis of each dimension (see sharding.py), parts.
 
     Parts are ordered by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard its
-    piece of every part. `stack` experts are stacked along axis 0, with parts of one expert. `is_wide` weights are
-    always float32. `is_product` matrices receive a `scheme` under quantization.
+    piece of every part. `stack` experts are stacked along axis 0, with parts of one. `is_wide` weights are always
+    float32. `is_product` matrices receive a `scheme` under quantization.
     """
 
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Vision towers for images of any size (Qwen2.5-VL, Bai et al. 2025; Qwen3-VL).
 
 A token is a square of merged patches. Some layers attend within square windows of tokens: patches are in the order of
-windows, and each block of them attends to itself and both neighbors, where the rest of its windows is. The last patches
-are padding, in no window. N patches, D width of the tower, E width of the decoder.
+windows, and each block of them attends to itself and both neighbors, which hold the rest of its windows. The last
+patches are padding, in no window. N patches, D width of the tower, E width of the decoder.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Experts:
     choice_bias: bool = False  # a bias per expert, for the choice only
     groups: int = 1  # of adjacent experts; experts are chosen from the best groups
     groups_per_token: int = 1
-    group_best: int = 1  # a group's score is the sum of its best experts
+    group_best: int = 1  # a group's score is the sum of this many best experts
     bias: bool = False
     clamp: float | None = None  # gate <= clamp, |up| <= clamp, then gate · σ(α gate) · (up + 1)
     clamp_slope: float = 1.702  # α

@@ -1,8 +1,7 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
 The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
-`PIPELINE` divides, so each device sees the arrays of a model with fewer layers, `of_one`. Places without a layer have
-zeros.
+`PIPELINE` divides, so each device sees the arrays of a model with fewer layers. Places without a layer have zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def divide(spec: Spec, count: int) -> Division:
     """Divide the layers among `count` stages; raise UserError if that is impossible.
 
     All devices run the same program, so layers with the same place have the same kind: window, rotation, experts.
-    Layers that repeat are divided in whole periods. First layers that differ, such as DeepSeek's without experts, have
+    Layers that repeat are divided in whole periods. First layers that differ, such as DeepSeek's dense ones, have
     places that only the first stage fills.
     """
     if count == 1:

@@ -1,7 +1,6 @@
 """Vision transformers with a projector to the decoder's width: CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023).
 
-Replicated over devices. Letters: N patches of an image (and its class token), D width of the tower, H heads, C head
-size.
+Replicated over devices. N patches of an image (and its class token), D width of the tower.
 """
 
 from __future__ import annotations

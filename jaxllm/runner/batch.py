@@ -1,7 +1,7 @@
 """The input of a step, one packed int32 buffer, and the table of program sizes. Pure.
 
 A *decode* step has one token per row, already on the device. A *ragged* step is a flat run of tokens: decode rows, then
-prompt chunks, cut into tiles for attention except in deterministic mode.
+prompt chunks, cut into tiles except in deterministic mode.
 
 Y tiles, U block-table entries, F numbers of a sampling row.
 """
@@ -70,9 +70,8 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling, where padding costs 1 % of decode steps (H100). All tables are the
-    coarsest with less than 12 % of padding (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse
-    table of sizes").
+    On a GPU 2, 16 and 64, then two per doubling. All tables are the coarsest with less than 12 % of padding
+    (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -104,7 +103,7 @@ def ragged_shapes(
 ) -> list[Shape]:
     """Return the ragged programs: 16, 32 and 64 tokens, then two sizes per doubling, up to the token budget.
 
-    With a budget above 1,024 four per doubling from 128 to 1,024, where most steps are. On a GPU 64 and 256, then two.
+    Above 1,024 four per doubling from 128 to 1,024, where most steps are. On a GPU 64 and 256, then two.
     """
     if platform == "cpu":
         sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
@@ -249,8 +248,8 @@ def pack(
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of embeddings, or `shape.media`; `turned`:
-    int32[axes, tokens of the plan], rotary positions, by default places in the sequence.
+    program, or `shape.adapters`; `media`: int32[tokens], rows of embeddings, or `shape.media`; `turned`: int32[axes,
+    tokens], rotary positions, by default places in the sequence.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))

@@ -1,8 +1,7 @@
 """Table of compiled programs, and the threads that compile them.
 
-An engine serves once its *covering* programs are compiled, which can run any plan: forward and sampling of the largest
-decode and ragged step. On a CPU others are compiled in the background on demand; on a GPU first, because loading one
-disturbs the others.
+An engine serves once its *covering* programs are compiled, which can run any plan. On a CPU others are compiled in the
+background on demand; on a GPU first, because loading one disturbs the others.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ class ProgramTable:
         """Compile queued programs in `num_threads` background threads from now on; if `only_when_idle`, while no step
         runs.
 
-        On demand only: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before
-        the first request").
+        Each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before the first
+        request").
         """
         self._max_followers = num_threads
         self._only_when_idle = only_when_idle
@@ -329,12 +328,12 @@ class Programs(ProgramTable):
     ) -> None:
         """List the programs. Without `decode` shapes ragged programs run every plan.
 
-        `variants` are those of one-program steps; `verifying` shapes verify or make drafts. Rare variants have decode
-        sizes of powers of `coarse_factor`.
+        `variants` are for one-program steps; `verifying` shapes verify or make drafts. Rare variants have decode sizes
+        of powers of `coarse_factor`.
         """
         widest = VARIANTS[-1]
-        # Rare: the widest sampling, two-part steps and adapters. Not verifying shapes, whose sampling takes 4 of the 9
-        # ms of a step of the 0.5B shape.
+        # The widest sampling, two-part steps and adapters are rare and get fewer sizes. Not verifying shapes, whose
+        # sampling takes 4 of the 9 ms of a step of the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )

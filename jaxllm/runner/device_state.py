@@ -50,8 +50,7 @@ def abstract(
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `spec` is that of a pipeline stage; `batch_size` is W; `media` the shape of images' embeddings; `source_blocks` is
-    Ms.
+    `batch_size` is W; `media` the shape of images' embeddings; `source_blocks` is Ms.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:

@@ -32,7 +32,7 @@ MAGIC = b"jaxllmKV"
 LAYOUT = "kv1"  # of folders, headers and rows
 PAGE = 4096  # bytes; a file takes whole pages
 LOCK_SECONDS = 1.0  # a write that waits longer is dropped
-TRIMMED = 0.9  # share of the bound that a trim leaves
+TRIMMED = 0.9  # share of the bound that a trim leaves, so that trims are rare
 _HEADER = struct.Struct("<8s16s32sBQ16s")  # magic, fingerprint, digest, group, bytes of the content, checksum
 _USED = struct.Struct("<q")
 _FOLDER = re.compile(r"kv1-[0-9a-f]{32}")
@@ -91,9 +91,7 @@ class DiskStore:
         return self.folder / name[:2] / f"{name}.{group}"
 
     def write(self, group: int, digest: bytes, parts: Sequence[np.ndarray]) -> bool:
-        """Write a block, whole even if killed, unless it exists; return whether it does now. Raises OSError, as on a
-        full disk.
-        """
+        """Write a block, whole even if killed, unless it exists; return whether it does now. Raises OSError."""
         size = sum(part.nbytes for part in parts)
         needed = _on_disk(size)
         if needed > self._most_bytes:
@@ -198,7 +196,7 @@ class DiskStore:
             self._flock(self._lock, self._unlock)
 
     def used(self) -> int:
-        """Return the bytes in use, perhaps too many after a kill; for the holder of the lock."""
+        """Return the bytes in use, perhaps too many after a kill. Needs the lock."""
         data = os.pread(self._lock, _USED.size, 0)
         used = _USED.unpack(data)[0] if len(data) == _USED.size else -1
         return used if used >= 0 else self._trim(self._most_bytes)
@@ -207,7 +205,7 @@ class DiskStore:
         os.pwrite(self._lock, _USED.pack(used), 0)
 
     def _trim(self, most_bytes: int) -> int:
-        """Remove other files, then least recently used blocks beyond `most_bytes`; return the bytes left. Holds the
+        """Remove other files, then least recently used blocks beyond `most_bytes`; return the bytes left. Needs the
         lock.
         """
         with suppress(OSError):

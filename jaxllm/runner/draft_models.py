@@ -1,7 +1,7 @@
 """Drafts by a small decoder or an EAGLE-3 head, with a cache in the blocks of the target.
 
-Every step updates that cache, overwriting rejected drafts. Programs that verify drafts then draft K tokens per sequence
-with the request's temperature and noise, which maximizes acceptance. Traced inside the step.
+Every step updates that cache, overwriting rejected drafts. Drafts use the request's temperature and noise, which
+maximizes acceptance. Traced inside the step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Drafts on the device: verification, and prompt lookup for the next step.
 
-Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): a token is sampled after every token of a row
-with the request's noise, and drafts are accepted while they equal the samples, so drafts never change a request's
-tokens.
+Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): drafts are accepted while they equal tokens
+that are sampled with the request's noise, so they never change a request's tokens.
 
 Traced inside the step. K drafts per row, L capacity of a slot.
 """

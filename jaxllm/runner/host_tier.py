@@ -1,7 +1,6 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks of the donated cache, so a program reads them into new arrays first. A load is a
-transfer and a program before the step.
+A step overwrites evicted blocks of the donated cache, so a program reads them into new arrays first.
 
 A row is the content of a block: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
 immutable: a host block may be evicted during its load. B blocks of one call, n leaves of a kind.
@@ -249,7 +248,6 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
 
 
 def row_shapes(model: StepModel) -> list[Row]:
-    """Return the arrays of a row, by group."""
     leaves = jax.tree.leaves(model.state)
     caches = [[leaves[at] for at in own] for own in leaves_of(model.spec, model.geometry, model.state)]
     return [_row_of(cache, _kinds(cache)) for cache in caches]

@@ -328,7 +328,6 @@ class Runner(Residence):
         return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
 
     def row_layouts(self) -> list[RowLayout]:
-        """Return the layout of a block of each group."""
         shapes = self._state_shapes
         leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.stage_spec, self.geometry, shapes.kv)
         groups = host_tier.leaves_of(self.setup.stage_spec, self.geometry, shapes)

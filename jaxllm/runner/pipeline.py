@@ -1,8 +1,8 @@
 """The layers of a step over pipeline stages (model/stages.py), for one device; traced inside the step.
 
-In each tick every stage computes its layers and passes the residual stream to the next stage. A step with prompts is
-cut into M micro-batches of B tokens, and stage s computes number t - s in tick t. A decode step is one micro-batch:
-fewer rows would take as long. A stage without a micro-batch computes padding and writes no cache.
+In each tick every stage computes its layers and passes the residual stream to the next stage. Prompts are cut into M
+micro-batches of B tokens, and stage s computes number t - s in tick t. A decode step is one micro-batch: fewer rows
+would take as long. A stage without a micro-batch computes padding and writes no cache.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def run(
     """Run all layers on x [T, D] and change `kv`; return the residual stream, and that before each of `aux_layers`.
 
     The first is valid on the last stage, see `from_stage`. The number of layers selects the stream after the last one.
-    `field` has a batch's fields, and "slots" and "positions", i32[T]; `context_of` makes the context of a micro-batch
-    from its shape and fields.
+    `field` has a batch's fields, "slots" and "positions", i32[T]; `context_of` makes a micro-batch's context from its
+    shape and fields.
     """
     spec, layout, num_slots = model.spec, model.layout, model.geometry.num_slots
     count, num_stages, stage = microbatches(shape), layout.stages, lax.axis_index(PIPELINE)

@@ -1,7 +1,6 @@
 """A traced step of a pooling model: layers over whole prompts or chunks, then one vector per prompt.
 
-Models with bidirectional attention have no cache (encoder_batch.py). W numbers of a result, L tokens of a bin, H heads
-on one shard.
+W numbers of a result, L tokens of a bin, H heads on one shard.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from jaxllm.setup import kv_cache
 from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
-# Queries of a bin that attend at once, so that their scores fit in a processor's cache: 2,048 tokens in bins of 512
-# take 30 ms, with all queries at once 58 (two Zen 5 cores).
+# Queries of a bin that attend at once, so that scores fit in a cache: 2,048 tokens in bins of 512 take 30 ms, else 58
+# (two Zen 5 cores).
 _PIECE = 128
 _LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 

@@ -86,7 +86,6 @@ class Residence(ABC):
         return WeightUpdate(self._config, self.setup, self._params_shapes, self._take)
 
     def end_update(self, update: WeightUpdate) -> None:
-        """Compute with the new weights from now on."""
         leaves, count = update.finished(), len(jax.tree.leaves(replace(self._params_shapes, draft=None)))
         if any(leaf is None for leaf in leaves[count:]):  # dropped at level 2
             leaves[count:] = jax.tree.leaves(self._load_draft(progress=False))

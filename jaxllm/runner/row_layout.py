@@ -1,7 +1,7 @@
 """Conversion of KV blocks between bytes and rows of the host's tier.
 
-The bytes are a group's leaves in order, the model's before a draft model's, for any number of devices that repeat no KV
-heads. n leaves of a kind.
+The bytes are a group's leaves in order, the model's before a draft model's. They do not depend on the number of
+devices, except for repeated KV heads. n leaves of a kind.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class SmallPrograms:
         return state
 
     def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
-        """Copy the blocks of `Plan.moves` that stay on the device, before a step writes to them."""
+        """Copy the blocks of `Plan.moves` that stay on the device."""
         moves = moves[moves[:, 1] == moves[:, 3]][:, [0, 2, 4]]
         leaves = list(state)
         for group, leaf_indices in enumerate(self._kv):

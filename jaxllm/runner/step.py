@@ -36,7 +36,7 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a program's step: (weights, state, buffer, leaves of each adapter) -> (state, results).
 
-    Arguments are flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
+    Flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
     """
 
     def run(
@@ -153,9 +153,9 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
     """Return XLA's compiler options for steps.
 
     On a GPU, CUDA graphs include collectives: else a decode step over four devices is 65 graphs for 32 layers. The list
-    is XLA's default and COLLECTIVES; a list in XLA_FLAGS overrides it.
+    is XLA's default and COLLECTIVES; XLA_FLAGS overrides it.
 
-    In deterministic mode a row's bits must not depend on its index in a product, as in "stream-K" kernels of libraries.
+    In deterministic mode a row's bits must not depend on its index in a product, as in libraries' "stream-K" kernels.
     XLA's Triton products sum each tile in order if not split.
     """
     if platform != "gpu":
@@ -236,8 +236,8 @@ def unpack(
 ) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
     """Return the state and the fields of a packed batch, copied into the state if that stores batches.
 
-    XLA records a CUDA graph's command again when a buffer moves, and each batch is a new array. Without the barrier XLA
-    would read it in more places than the copy.
+    XLA records a CUDA graph's command again when a buffer moves, as each batch does. Without the barrier XLA would read
+    it in more places than the copy.
     """
     table = batch.fields(shape)
     if state.batch is not None:
@@ -441,7 +441,6 @@ def _finish(
 
 
 def _append(model: StepModel, tokens: jax.Array, at: SamplePositions, ends: jax.Array, sampled: Sampled) -> jax.Array:
-    """Write each wanted place's token into int32[S, M * P] at `ends`."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
         return tokens.at[slots, ends].set(sampled.tokens, mode="drop")

@@ -92,7 +92,7 @@ class WeightUpdate:
         self.folder = folder
 
     def finished(self) -> Holes:
-        """Return the new leaves; those of a draft model are as they were."""
+        """Return the new leaves; a draft model's are unchanged."""
         assert self._leaves is not None
         return self._leaves
 

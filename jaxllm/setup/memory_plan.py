@@ -16,9 +16,9 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 class Device:
     """The memory of one device."""
 
-    free: int | None  # before the engine allocates; None if not reported
+    free: int | None  # bytes before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
-    ceiling: int | None = None  # of KV blocks, unless the user set a number
+    ceiling: int | None = None  # bytes of KV blocks, unless the user set a number
     knob: Knob = "gpu_memory_utilization"  # the argument that increases KV blocks
 
 
@@ -27,7 +27,7 @@ class Windowed:
     """Windowed layers with a separate pool (scheduler/windowed.py)."""
 
     window: int  # tokens
-    block: int  # of one block of all these layers
+    block: int  # bytes of one block of all these layers
     most: int  # blocks per request
     chunks: int  # blocks that the prompts of one step fill before freeing them
 
