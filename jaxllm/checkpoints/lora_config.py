@@ -22,7 +22,8 @@ _WITHOUT_EFFECT = frozenset(
     fan_in_fan_out megatron_core runtime_config loftq_config eva_config corda_config lora_ga_config qalora_group_size
     """.split()
 )
-# With others PEFT changes base weights at each load (layer.py: pissa_init, …); converted adapters have `true`.
+# With other initializations PEFT changes base weights at each load (layer.py: pissa_init, …); converted adapters have
+# `true`.
 _PLAIN_BEGINNINGS = (None, True, False, "true", "false", "gaussian", "eva", "orthogonal", "mica")
 
 _Matches = Callable[[str], bool]

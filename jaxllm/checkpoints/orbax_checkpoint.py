@@ -27,7 +27,7 @@ from jaxllm.model.sharding import Layout
 
 FOLDER = "orbax"
 LISTING = "orbax.json"
-_SMALL_FILE = 2**20  # smaller files, Orbax's index, have a checksum
+_SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
 CHUNK_BYTES = 2**20  # a shard's columns are in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 

@@ -124,7 +124,7 @@ def by_name(declared: Params[Weight]) -> dict[tuple[int | None, str], Weight]:
 
 
 def is_unread(name: str, declared: Params[Weight], family: Family) -> bool:
-    """Return whether a checkpoint may have this tensor, without prefix, although no weight consists of it."""
+    """Return whether a checkpoint may have this tensor, which no weight consists of."""
     # May be stored as a copy of a tied embedding.
     is_copy = "head" not in declared.top and name == family.tensors["head"]
     is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")
@@ -160,9 +160,9 @@ def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tu
 
 
 def usual_name(name: str, family: Family) -> str:
-    """Return a tensor's name without the family's prefix, which a checkpoint without head lacks."""
+    """Return a tensor's name without the family's prefix."""
     name = family.usual(name)
-    # Of early transformers checkpoints.
+    # Names of early transformers checkpoints.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 

@@ -23,7 +23,7 @@ from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE, *SEQ2SEQ)
 
-# On the forward pass; or read elsewhere (token ids).
+# Keys without effect on the forward pass, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
     pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_weights_
     """.split()
 )
-# Written here by transformers 4; these values change nothing.
+# Sampling settings, written here by transformers 4; these values change nothing.
 SAMPLING: dict[str, Any] = {
     "min_length": 0,
     "num_beams": 1,

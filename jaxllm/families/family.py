@@ -21,7 +21,7 @@ def named(stems: Mapping[str, str]) -> dict[str, str]:
     return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
 
 
-# Of a weight's parts (see decoder.declare), after the prefix. {} is the layer, a second {} the expert or head.
+# Names of a weight's parts (see decoder.declare), after the prefix. {} is the layer, a second {} the expert or head.
 LLAMA_TENSORS = named(
     {
         "embed": "embed_tokens",
@@ -64,7 +64,7 @@ class Encoder(NamedTuple):
 
     spec: Spec
     tensors: Family
-    num_mels: int = 0  # that it reads; 0: it reads tokens
+    num_mels: int = 0  # of a spectrogram; 0: it reads tokens
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxllm.families.family import Encoder, Family, named
 from jaxllm.model.spec import Activation, Spec
 
 LOGIT_BIAS = "final_logits_bias"  # zeros, see checkpoints/described.py
-# Of the other half, and of decoding.
+# Keys of the other half, and of decoding.
 _OF_HALVES = frozenset(
     {f"{side}_{key}" for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim", "layers")}
     | {"encoder_layerdrop", "decoder_layerdrop", "num_hidden_layers", "classif_dropout"}

@@ -1,4 +1,4 @@
-"""Take images out of chat messages, for a chat template that writes placeholders in their place."""
+"""Take images out of chat messages, for a chat template that writes placeholders."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Grid(NamedTuple):
 
 
 def shift_of(grids: Sequence[Grid]) -> int:
-    """Return the difference between a position after all images and the place in the sequence."""
+    """Return the difference between positions after all images and places in the sequence."""
     return sum(grid.shift for grid in grids)
 
 

@@ -219,7 +219,6 @@ class Settings:
         return tuple(map(float, value))
 
     def size(self, key: str, default: Any) -> tuple[tuple[int, int] | None, int | None]:
-        """Return height and width, or the shortest edge."""
         value = self.take(key, default)
         if isinstance(value, int) and not isinstance(value, bool):  # of early files: a square, or the shortest edge
             value = {"shortest_edge": value} if "shortest_edge" in default else {"height": value, "width": value}

@@ -36,7 +36,7 @@ class Heads(NamedTuple):
     """A layer's heads before rotation, which a kernel may include."""
 
     qkv: Array  # [T, Hx + 2 Kx, C]; no values with latent attention
-    turn: tuple[Array, Array] | None  # cosine and sine, [T, size / 2]
+    turn: tuple[Array, Array] | None  # cosine and sine, [T, size / 2]; None: no rotation
     is_interleaved: bool  # pairs are adjacent coordinates
 
 

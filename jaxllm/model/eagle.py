@@ -32,7 +32,7 @@ class Head:
     width: int  # target's
     vocab_size: int  # target's, V
     draft_vocab_size: int
-    aux_layers: tuple[int, ...]  # whose inputs are fused, ascending
+    aux_layers: tuple[int, ...]  # target layers whose inputs are fused, ascending
     norm_before_residual: bool = False
     has_embedding: bool = False  # otherwise the target's is used
     has_names: bool = False  # draft ids are stored; otherwise the vocabulary's first ids

@@ -23,7 +23,7 @@ _NORM_EPS = 1e-6  # of latent norms in modeling_deepseek.py
 
 
 def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
-    """Return the weights of a layer's attention, except the output product and the first norm."""
+    """Return a layer's weights, except the output product and the first norm."""
     heads, width = spec.num_heads, spec.width
     rows = heads * (latent.plain_size + latent.rope_size)
     keys, values = heads * latent.plain_size, heads * latent.value_size

@@ -27,7 +27,7 @@ Arrays = dict[str, Any]  # Arrays or Quantized by name
 # Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
+# Tokens up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
 _DENSE_TOKENS = 256
 
 
@@ -235,7 +235,7 @@ def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen
 
 
 def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
-    """Multiply every token with every expert, with zero weights for those not chosen: float32 [T, D]."""
+    """Multiply every token with every expert, weighted by zero if not chosen: float32 [T, D]."""
     up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
@@ -267,7 +267,7 @@ def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
 
 
 def spread(count: int, chosen: Array, gates: Array) -> Array:
-    """Return the weights over `count` experts, [T, E], zero if not chosen."""
+    """Return weights over `count` experts, [T, E], zero if not chosen."""
     is_chosen = chosen[:, :, None] == jnp.arange(count)  # [T, n, E]
     return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)
 

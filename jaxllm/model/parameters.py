@@ -70,7 +70,6 @@ class Weight:
 
     @property
     def one(self) -> tuple[int, ...]:
-        """The shape without the expert axis."""
         return self.shape if self.stack is None else self.shape[1:]
 
     @property

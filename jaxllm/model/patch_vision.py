@@ -214,7 +214,7 @@ def _layer(
 
 
 def _attend_to_all(q: Array, k: Array, v: Array, windows: Array) -> Array:
-    """Attend to all patches but padding, for a part of the queries at a time."""
+    """Attend to all patches but padding, in parts of the queries."""
     count, heads, size = q.shape
     most = max(1, _SCORES // (heads * count))
     step = next(each for each in range(min(most, count), 0, -1) if count % each == 0)

@@ -20,8 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
 PIPELINE = "pp"
 
-# Megatron's division (Shoeybi et al. 2019). Expert parallelism divides "experts", otherwise each expert's width is
-# split.
+# Megatron's division (Shoeybi et al. 2019): two all-reduces per layer, of a replicated residual stream. Expert
+# parallelism divides "experts", otherwise each expert's width is split.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def unstaged(self) -> Layout:
-        """Return the layout of a model with all layers on every device, such as a draft model."""
+        """Return the layout with all layers on every device, as of a draft model."""
         return replace(self, division=NO_STAGES)
 
     def of_layer(self, layer: int | None) -> Layout:
@@ -95,7 +95,6 @@ class Layout:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has one of the devices."""
         return any(device.process_index == jax.process_index() for device in self.devices)
 
     def axis(self, name: str | None) -> Axis:
@@ -136,7 +135,7 @@ class Layout:
         return lax.all_gather(x, self.axis(name), axis=dimension, tiled=True)
 
     def with_copies(self, name: str | None, copies: int) -> Layout:
-        """Return a layout in which `copies` adjacent shards of a logical axis hold the same piece."""
+        """Return a layout in which `copies` adjacent shards of an axis hold the same piece."""
         if copies == 1:
             return self
         assert isinstance(self.mesh, Mesh)

@@ -150,7 +150,7 @@ class Spec:
     token_types: int = 0  # rows of the segment embedding
     keeps_first_norm: bool = False  # the first layer has its attention norm despite `embed_norm`
     cross: bool = False
-    relative_buckets: int = 0  # T5's
+    relative_buckets: int = 0  # T5's relative position biases
     relative_distance: int = 128  # distances beyond share a bucket
 
     @property

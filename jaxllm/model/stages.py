@@ -81,7 +81,7 @@ def stack(tree: Any, layout: Layout) -> Any:
 
 
 def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Describe the arrays of all layers by their places in stages; raise UserError if the arrays of a place differ."""
+    """Describe the arrays of all layers by place; raise UserError if those of a place differ."""
     if not layout.bounds:
         return tuple(layers)
     places = tuple(layers[: ends(layout)[0]])
@@ -132,7 +132,6 @@ def with_others(array: Array, others: dict[Any, Array], layout: Layout) -> Array
 
 
 def join_on_host(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Join NumPy arrays of layers."""
     if not layout.bounds:
         return tuple(layers)
 
@@ -169,7 +168,7 @@ def _joined(layout: Layout, *arrays: Array | jax.ShapeDtypeStruct) -> Array:
 
 
 def _of_pieces(layout: Layout, one: Array | jax.ShapeDtypeStruct, held: dict[Any, Array]) -> Array:
-    """Return the array of all stages from pieces by device, and zeros; `one` is that of a stage."""
+    """Join pieces by device, and zeros, into the array of all stages; `one` is a stage's."""
     assert isinstance(layout.mesh, Mesh) and isinstance(one.sharding, NamedSharding)
     piece = one.sharding.shard_shape(one.shape)
     for device in layout.devices:

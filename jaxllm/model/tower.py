@@ -37,7 +37,7 @@ class Tower(Protocol):
         ...
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-        """Return the shapes and types of the arrays that describe an image to the program of a size."""
+        """Return the shapes and types of an image's arrays for the program of a size."""
         ...
 
     def arrange(self, image: Prepared, size: int) -> Arranged:

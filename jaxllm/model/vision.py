@@ -146,7 +146,6 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
 
 @partial(jax.jit, static_argnames=("spec",))
 def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
-    """Run a layer, traced once for all."""
     normed = _normed(spec, weights, "attn_norm", x)
     q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
     scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)

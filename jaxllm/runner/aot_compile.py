@@ -13,7 +13,7 @@ from jaxllm.setup.model_setup import describe_programs, prepare
 
 
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
-    """Compile every program into `folder` without weights, and write their manifest; return their number."""
+    """Compile every program into `folder`, without weights, with a manifest; return their number."""
     config = replace(config, precompile="all", compilation_cache_dir=str(folder))
     setup = prepare(config, needs_weights=False)
     folder.mkdir(parents=True, exist_ok=True)

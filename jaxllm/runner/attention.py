@@ -40,7 +40,7 @@ def attention(
 ) -> decoder.Attend:
     """Return the function that writes a layer's keys and values to `kv`, then attends."""
     size, groups = geometry.block_size, geometry.num_groups
-    # Distinct indices out of bounds, because the scatter assumes unique ones.
+    # Distinct indices out of bounds: the scatter assumes unique ones.
     nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
     columns = [positions // size]
     if groups > 1:
@@ -49,7 +49,7 @@ def attention(
     is_real = slots < geometry.num_slots
     stored_in = [jnp.where(is_real, own, other) for own, other in zip(blocks, nowhere, strict=True)]
     offsets = positions % size
-    is_deterministic = not shape.tiles and not shape.is_decode  # only then
+    is_deterministic = not shape.tiles and not shape.is_decode  # only in deterministic mode
     # All tokens, or the first R, which include the decode rows.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
     alone_tables = _by_group(tables.at[slots[alone]].get(mode="clip"), geometry)  # [T or R, M] each

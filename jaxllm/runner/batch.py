@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row is one token that was sampled on the device."""
+        """Whether every row is one token, already on the device."""
         return self.sampling_fields == 0 and not self.bin_tokens
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Triple the block-table entries: windowed layers also allocate and free blocks."""
+    """Triple the block-table entries, for windowed layers."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
@@ -161,7 +161,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """Return the most prompt chunks in a step: a chunk has at least half a tile on average."""
+    """Return the most prompt chunks in a step, of half a tile or more on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
@@ -263,7 +263,7 @@ def pack(
         assert plan.capacity is not None
         view["row_offset"][:used], view["row_drafts"][:used] = at.offsets, at.drafts
         view["row_capacity"][:used] = np.repeat(plan.capacity, plan.lengths)
-    table = plan.table[: shape.entries]  # others were sent separately
+    table = plan.table[: shape.entries]
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
     if shape.adapters:

@@ -42,7 +42,7 @@ IDLE_SECONDS = 0.1  # without a step, before tracing
 _MOST_TRIES = 2  # in the background, per program
 RETRY_SECONDS = 30.0  # after running out of threads, memory or file descriptors
 NOTE_SECONDS = 10.0  # between log lines
-EXIT_SECONDS = 2.0  # before a line says that the process waits
+EXIT_SECONDS = 2.0  # at exit, before a line is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """Begin to load the programs that an earlier start stored."""
+        """Begin to load the stored programs."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
@@ -362,7 +362,7 @@ class Programs(ProgramTable):
         }
 
     def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> ProgramKeys:
-        """Return the cheapest ready way to run a plan with at least `variant`; in two parts if `is_held`."""
+        """Return the cheapest ready way to run a plan with `variant` or a wider one; in two parts if `is_held`."""
         size = batch.extent(plan, num_adapters)
         least = VARIANTS.index(variant)
         fitting = (

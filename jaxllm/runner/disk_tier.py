@@ -69,7 +69,6 @@ class DiskTier:
     """Writes and reads blocks of a store in threads."""
 
     def __init__(self, store: DiskStore, shapes: Sequence[RowShape], metrics: Metrics) -> None:
-        """Take the shapes of a row's arrays, by group."""
         self._store = store
         self._shapes = shapes
         self._sizes = [sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in row) for row in shapes]
@@ -139,7 +138,7 @@ class DiskTier:
     # The thread that copies blocks to the host.
 
     def copied(self, key: Key, row: Row) -> None:
-        """Write a block that is in the host's memory, unless too many wait."""
+        """Write a block from the host's memory, unless too many wait."""
         with self._lock:
             digest = self._expected.pop(key, None)
             if digest is None or (name := (key[1], digest)) in self._parts[digest[0]]:

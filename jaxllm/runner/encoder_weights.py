@@ -27,7 +27,6 @@ class EncoderWeights:
         open_sources(self._setup.folder, self._declared, self._tensors, None)
 
     def load(self, progress: bool, seed: int | None) -> None:
-        """Read or draw the weights."""
         layout, dtype = self._setup.layout.unstaged, self._setup.dtype
         if seed is not None:
             params = weights.draw(self._declared, layout, dtype, seed)

@@ -61,7 +61,7 @@ class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
     def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
-        """`copied` is called in the thread after each copy that succeeds."""
+        """`copied` is called in the thread after each success."""
         self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
@@ -149,7 +149,7 @@ class HostTier:
         return self._load(state, loads) if len(loads) else state
 
     def landed(self) -> list[Landed]:
-        """Return the stores that ended since the last call; their blocks can be loaded from now on."""
+        """Return the stores that ended since the last call, whose blocks can be loaded now."""
         landed: list[Landed] = []
         for (plan, group, there), row in self._copies.ended():
             # After a reset the block may have a newer store.
@@ -167,7 +167,7 @@ class HostTier:
         self._newest.clear()
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from elsewhere, in the host's memory, into a host block."""
+        """Put content from elsewhere into a host block."""
         self._rows[group, there] = row
         self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
 

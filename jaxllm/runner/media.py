@@ -33,7 +33,7 @@ class ImageEncoder(EncoderWeights):
         self.processor: Processor = setup.processor
         self.num_units = setup.media_units
         self._sizes = self._spec.sizes(self.processor.most_tokens)
-        # One image more than a step's tokens would delay other requests.
+        # More than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self._sizes[0])
         self._programs: dict[int, Any] = {}
         self._at = 0

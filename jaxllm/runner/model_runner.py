@@ -322,7 +322,7 @@ class Runner(Residence):
         return () if self._host is None else self._host.landed()
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Row]:
-        """Copy blocks of the cache to the host's memory, as they are after all dispatched steps."""
+        """Copy blocks, as they are after all dispatched steps, to the host's memory."""
         own = host_tier.leaves_of(self.setup.stage_spec, self.geometry, self._state_shapes)[group]
         program = self._small.programs[host_tier.STORE_PROGRAMS[group]]
         return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
@@ -335,12 +335,12 @@ class Runner(Residence):
         return [RowLayout(*host_tier.row_layout([leaves[at] for at in each]), len(model)) for each, model in layouts]
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from another engine into a block of the host's tier, before the next dispatch."""
+        """Put content from another engine into a host block, before the next dispatch."""
         assert self._host is not None
         self._host.receive(group, there, row)
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
-        """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
+        """Keep exactly the adapters `numbers` on the devices; steps in flight keep theirs."""
         layout = self.setup.layout
         self.metrics.adapter_loads += self.adapters.hold(
             numbers, lambda number: stages.join_on_host(weights(number), layout)
@@ -454,7 +454,7 @@ class Runner(Residence):
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
-        """Count this thread's compilations within the context, since they delay requests."""
+        """Count this thread's compilations within the context."""
         self._running_thread = threading.get_ident()
         try:
             yield
@@ -622,7 +622,7 @@ class Runner(Residence):
         return [replace(shape, media=self.encoder.num_rows) for shape in self._with_axes(shapes, 3)]
 
     def _with_axes(self, shapes: list[Shape], count: int) -> list[Shape]:
-        """Give shapes positions in `count` dimensions, if the model's rotations have several."""
+        """Give shapes positions in `count` dimensions, if the model has several."""
         return [replace(shape, axes=count) for shape in shapes] if self.setup.spec.has_axes else shapes
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:

@@ -22,7 +22,7 @@ from jaxllm.runner.batch import Shape
 from jaxllm.runner.step_model import StepModel
 from jaxllm.setup.kv_cache import KvLayer
 
-# For which products of an H100 take as long as reading their weights in 16 bits.
+# Tokens for which products of an H100 take as long as reading their weights in 16 bits.
 LEAST_TOKENS = 256
 ContextOf = Callable[[Shape, list[KvLayer[jax.Array]], Mapping[str, jax.Array]], Context]
 
@@ -123,7 +123,7 @@ def _pieces(x: jax.Array, count: int, size: int) -> jax.Array:
 def _of_piece(
     field: Mapping[str, jax.Array], first: jax.Array, size: int, is_busy: jax.Array, num_slots: int
 ) -> dict[str, jax.Array]:
-    """Return the fields of the tokens from `first` that attention reads: the number of decode rows, and tiles."""
+    """Return the number of decode rows, and tiles, of the tokens from `first`."""
     if "num_decodes" not in field:
         return {}
     found = {"num_decodes": jnp.where(is_busy, jnp.maximum(field["num_decodes"] - first, 0), 0)}

@@ -89,7 +89,7 @@ def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array
 def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    """Compute chunks of prompts through the cache; a row's result is valid in its prompt's last chunk."""
+    """Compute chunks of prompts; a row's result is valid in its prompt's last chunk."""
     head = model.head
     assert isinstance(head, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
@@ -148,7 +148,7 @@ def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
 
 
 def attention_in_bins(spec: Spec, layout: Layout, params: Params[jax.Array], length: int, row: jax.Array) -> Attend:
-    """Return the attention of tokens to those of their row, all in one bin of `length` tokens."""
+    """Return the attention of tokens within their row, all in one bin of `length` tokens."""
     rows = row.reshape(-1, length)
     bias = None
     if spec.relative_buckets:

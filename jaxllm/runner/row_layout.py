@@ -30,7 +30,6 @@ class RowLayout:
         return sum(sizes[: self.num_own]), sum(sizes[self.num_own :])
 
     def about(self, are_drafts: bool) -> list[Any]:
-        """Describe the leaves for a fingerprint."""
         chosen = self.places[self.num_own :] if are_drafts else self.places[: self.num_own]
         return [[list(self._of(place).shape), self._of(place).dtype.name] for place in chosen]
 

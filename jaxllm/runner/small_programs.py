@@ -104,7 +104,7 @@ class SmallPrograms:
     def score(
         self, params: Leaves, state: Leaves, scored: Sequence[Scored]
     ) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
-        """Return the scores of positions in the dispatched step; each piece has one kind, whole rows or not."""
+        """Return the scores of positions in the dispatched step, in pieces of one kind, whole rows or not."""
         hidden = self._whole(state).hidden
         scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
         for name, is_whole in (("score", False), ("score_whole", True)):

@@ -59,7 +59,7 @@ class SourceEncoder(EncoderWeights):
         self._spec, tensors, self._num_mels = setup.encoder
         super().__init__(setup, declare_encoder(setup), tensors)
         self.max_tokens = setup.max_source
-        # A source of more than a step's tokens would delay other requests.
+        # More than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
         self._programs: dict[int, Any] = {}  # ascending
         self._place: Any = None
@@ -107,7 +107,7 @@ class SourceEncoder(EncoderWeights):
         return tuple(leaves)
 
     def _pack(self, new: NewSource) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the program's length, its buffer (the number of tokens, each one's block) and its content."""
+        """Return a program's length, buffer (number of tokens, each one's block) and content."""
         count, size = self.max_tokens if self._num_mels else len(new.content), self._model.geometry.block_size
         length = next(length for length in self._programs if length >= count)
         buffer, content = np.zeros(1 + length, np.int32), new.content
@@ -115,7 +115,7 @@ class SourceEncoder(EncoderWeights):
             content = np.zeros(length, np.int32)
             content[:count] = new.content
         buffer[0] = count
-        # Distinct indices out of bounds for padding and cached blocks, because the scatter assumes unique ones.
+        # Padding and cached blocks have distinct indices out of bounds: the scatter assumes unique ones.
         blocks = self._model.geometry.num_blocks + np.arange(length)
         first = new.num_cached * size
         blocks[first:count] = np.repeat(np.asarray(new.blocks, np.int32), size)[first:count]

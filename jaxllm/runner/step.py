@@ -90,7 +90,7 @@ def on_shards(
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
-    # The name in traces and in the compilation cache, whose keys omit scopes.
+    # The name in traces and in the compilation cache; its keys omit scopes.
     on_shard.__name__ = name
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)

@@ -74,7 +74,7 @@ class WeightUpdate:
         }
 
     def read(self, folder: Path) -> None:
-        """Replace all weights by those of a folder; raise UserError, changing nothing, if it is unsuitable."""
+        """Replace all weights by a folder's; raise UserError, changing nothing, if it is unsuitable."""
         config, setup = self._config, self._setup
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}.", "weights")

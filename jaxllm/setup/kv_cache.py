@@ -120,7 +120,7 @@ def abstract_kv(
 
 
 def host_memory_kind(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
-    """Return the kind of host memory that a device copies to, pinned if possible; raise UserError without any."""
+    """Return the kind of host memory for copies, pinned if possible; raise UserError without any."""
     reachable = {memory.kind for memory in device.addressable_memories()}
     for kind in ("pinned_host", "unpinned_host"):
         if kind in reachable:

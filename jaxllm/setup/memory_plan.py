@@ -195,7 +195,6 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return how many requests of the greatest length fit."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:

@@ -97,7 +97,7 @@ class Setup:
 
     @property
     def media_units(self) -> int:
-        """Units of the cache of images' embeddings: of eight images of usual size, of two of any, and of two steps."""
+        """Units for embeddings of eight images of usual size, of two of any, and of two steps."""
         if self.processor is None:
             return 0
         each = -(-self.processor.most_tokens // MEDIA_UNIT)
@@ -228,7 +228,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 
 
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Return all choices that can be made without reading weights, which the hub sends only if `needs_weights`."""
+    """Return all choices that need no weights, which are downloaded only if `needs_weights`."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     given = config.max_model_len, config.runner, config.pooler_config, config.mm_processor_kwargs
     described = describe(folder, *given)
