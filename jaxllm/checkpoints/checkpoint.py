@@ -1,7 +1,7 @@
 """Safetensors files as named, memory-mapped tensors, validated before any is read.
 
-The format (8-byte length, JSON header, bytes; github.com/huggingface/safetensors, "Format") is parsed here, so that
-errors name file and tensor, and copied pages can be released: mapped pages count as process memory.
+The format (github.com/huggingface/safetensors, "Format") is parsed here, so that errors name file and tensor, and
+copied pages, which count as process memory, can be released.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-# Types of quantized matrices in addition to floats.
+# Types of quantized matrices besides floats.
 _CODES: dict[str, np.dtype] = {
     **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
 }
-# Bits per element of all types of the format.
+# Per element of each type of the format.
 _BITS: dict[str, int] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -44,7 +44,7 @@ _BITS: dict[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LONGEST_HEADER = 100_000_000  # bytes; the format's limit
+_LONGEST_HEADER = 100_000_000  # the format's limit
 _LARGEST = 2**48  # of a size, and of the product of nonzero sizes; numpy refuses larger arrays
 _MOST_AXES = 32
 _FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
@@ -63,7 +63,7 @@ class Tensor:
     mapping: mmap.mmap
 
     def values(self) -> np.ndarray:
-        """Return a view of a tensor's floats; raise UserError for another type. `integers` and `codes` do likewise."""
+        """Return a view of a tensor's floats; raise UserError for another type."""
         if self.dtype not in FLOATS:
             raise UserError(
                 f"{self.file.name}: tensor {self.name} has type {self.dtype}; only {', '.join(FLOATS)} can be read."
@@ -100,10 +100,7 @@ class Tensor:
 
 
 def open_tensors(folder: Path, part: str = "") -> dict[str, Tensor]:
-    """Map all safetensors files of a model, or of its sub-folder `part`.
-
-    Raises UserError, naming the file, if one is invalid.
-    """
+    """Map all safetensors files of a model, or of its sub-folder `part`; raise UserError, naming an invalid file."""
     if part or not (folder / INDEX).is_file():
         place = folder / part
         if not (place / SINGLE).is_file():

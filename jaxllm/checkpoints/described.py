@@ -1,4 +1,4 @@
-"""Reads a model's description from its folder: decoder, family and head."""
+"""Read a model's description: decoder, family and head."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class Described:
     spec: Spec
     family: Family
     head: Head | None  # None: it generates
-    images: Images | None = None  # how it reads images
+    images: Images | None = None
     processor: Processor | None = None
-    encoder: Encoder | None = None  # of an encoder-decoder model
+    encoder: Encoder | None = None
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of a prompt, unless a setting is lower."""
         longest = self.spec.max_position
         return longest if self.head is None else min(longest, most_tokens(self.folder) or longest)
 
@@ -64,7 +63,7 @@ def describe(
 
 
 def _check_logit_bias(folder: Path, family: Family) -> None:
-    """Raise UserError for a bias of logits that is not zero: transformers adds it, and no published model has one."""
+    """Raise UserError for a nonzero bias of logits, which no published model has."""
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         return
     for name, tensor in open_tensors(folder).items():
@@ -74,7 +73,7 @@ def _check_logit_bias(folder: Path, family: Family) -> None:
 
 def _processor(folder: Path, images: Images, replaced: Mapping[str, Any]) -> Processor:
     settings = read_object(folder, "preprocessor_config.json")
-    if settings is None:  # transformers 5 writes one file for all of a model's processors
+    if settings is None:  # of transformers 5
         settings = (read_object(folder, "processor_config.json") or {}).get("image_processor")
     if not isinstance(settings, Mapping):
         raise UserError(f"{folder} has no preprocessor_config.json, which says how images are read.", "model")

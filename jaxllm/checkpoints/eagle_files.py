@@ -1,7 +1,6 @@
 """Load EAGLE-3 heads in vLLM's format.
 
-`d2t` is each draft token id's offset to the target's; `t2d`, its inverse, is ignored. A head without embedding uses the
-target's.
+`d2t` is each draft token id's offset to the target's; `t2d`, its inverse, is ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jaxllm.model.parameters import Weight
 from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
-# Some trainers write the first, which vLLM treats as the second.
+# vLLM treats the first as the second.
 ARCHITECTURES = ("LlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
 # Keys of NVIDIA's trainer, with the only values that vLLM's layer supports.
 _NOTED = {
@@ -41,10 +40,7 @@ _MOST_AUX = 16  # fused states; published heads have three
 
 
 def read(folder: Path, target: Spec) -> Head:
-    """Read an EAGLE-3 head's config; raise UserError if the head does not fit the `target`.
-
-    Tensors are validated by `check`.
-    """
+    """Read an EAGLE-3 head's config; raise UserError if it does not fit the `target`."""
     with _of_the_head():
         config = weights.read_config(folder)
         names = config.get("architectures")
@@ -64,14 +60,13 @@ def check(folder: Path, head: Head, layout: Layout) -> None:
 
 
 def load(folder: Path, head: Head, layout: Layout, dtype: DTypeLike, progress: bool = False) -> Params[Array]:
-    """Load a head's weights onto devices; raise UserError as `check`."""
     with _of_the_head():
         declared, sources, numbers = _find(folder, head, layout)
         return _with_map(head, weights.read(declared, sources, layout, dtype, progress), numbers, layout)
 
 
 def load_random(head: Head, layout: Layout, dtype: DTypeLike, seed: int = 0) -> Params[Array]:
-    """Draw a head's weights as `weights.load_random` does; draft ids are spread evenly over the vocabulary."""
+    """Draw a head's random weights; draft ids are spread evenly over the vocabulary."""
     decoder.check_shards(head.spec, layout)
     spread = np.arange(head.draft_vocab_size) * head.vocab_size // head.draft_vocab_size
     return _with_map(head, weights.draw(eagle.declare(head, layout), layout, dtype, seed), spread, layout)
@@ -109,7 +104,6 @@ def _read_head(fields: Fields, target: Spec, tensors: dict[str, Tensor]) -> Head
         draft_vocab_size=draft_size or spec.vocab_size,
         aux_layers=aux_layers,
         norm_before_residual=norm_before_residual,
-        # Without files, decided by the widths.
         has_embedding="embed_tokens.weight" in tensors if tensors else spec.width != target.width,
         has_names="d2t" in tensors,
         fusion_norm="whole" if is_whole else "each" if is_each else None,
@@ -124,7 +118,7 @@ def _read_layer(fields: Fields) -> Spec:
         fields.only(key, False)
     fields.only("is_causal", True)
     for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers"):
-        fields.raw(key)  # of the trainer's base model: a head has its table, and layer_types sets windows
+        fields.raw(key)  # of the trainer's base model
     return read_decoder(
         fields,
         **fields.attention_biases(),

@@ -15,12 +15,11 @@ from tqdm import tqdm
 
 from jaxllm.errors import UserError
 
-MOST_BYTES = 64 * 2**20  # of a JSON file; the largest published index, of 91,000 tensors, has 9 MB
+MOST_BYTES = 64 * 2**20  # the largest published index, of 91,000 tensors, has 9 MB
 MOST_TEMPLATE_BYTES = 2**20
 
 
 def reading_bar(num_bytes: int, progress: bool) -> tqdm[Any]:
-    """Return the progress bar of weights being read, hidden unless `progress`."""
     return tqdm(
         total=num_bytes,
         unit="B",
@@ -33,10 +32,7 @@ def reading_bar(num_bytes: int, progress: bool) -> tqdm[Any]:
 
 
 def inside(folder: Path, name: str, parameter: str = "model") -> Path:
-    """Return the path of a file; raise UserError if a link leads outside the folder.
-
-    The hub's cache links `snapshots/<commit>/` to `blobs/`, which is allowed.
-    """
+    """Return the path of a file; raise UserError if a link leads outside the folder, except into the hub's cache."""
     path = folder / name
     try:
         root, real = folder.resolve(), path.resolve()

@@ -1,4 +1,4 @@
-"""Tensors of a weight update: arrays of a caller, checked and read as those of a checkpoint."""
+"""Tensors of a weight update, checked and read as those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ class GivenTensor(Tensor):
         """Do nothing: the caller owns the array."""
 
     def copied(self) -> GivenTensor:
-        """Return the tensor with an array that the caller cannot change."""
         return replace(self, array=np.array(self.array))
 
 
 class ExpectedTensors:
-    """The tensors of a model by their checkpoint's names; the family's prefix is optional."""
+    """The tensors of a model, without the family's prefix."""
 
     def __init__(self, declared: Params[Weight], family: Family, head: Head | None) -> None:
         self._declared = declared
@@ -48,7 +47,7 @@ class ExpectedTensors:
         self._is_tied = head is None and "head" not in declared.top
         self.weights = by_name(declared)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.names: dict[Key, frozenset[str]] = {}  # without prefix
+        self.names: dict[Key, frozenset[str]] = {}
         for key, weight in self.weights.items():
             own = shapes_of(weight, self._family, key[0])
             self._shapes |= own
@@ -82,7 +81,6 @@ class ExpectedTensors:
         return found
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the names, without prefix, of the model's tensors that `names` lacks."""
         return sorted(self._shapes.keys() - set(names))
 
     def pieces(self, key: Key, tensors: Mapping[str, Tensor]) -> tuple[tuple[Source, ...], ...]:

@@ -16,15 +16,14 @@ from jaxllm.linear_expression import Expression, StepBudget
 
 CONFIG = "adapter_config.json"
 
-# Without effect on results: training, bookkeeping, PEFT's layout.
 _WITHOUT_EFFECT = frozenset(
     """
     peft_type peft_version task_type auto_mapping base_model_name_or_path revision inference_mode lora_dropout
     fan_in_fan_out megatron_core runtime_config loftq_config eva_config corda_config lora_ga_config qalora_group_size
     """.split()
 )
-# Initializations that leave base weights unchanged. With others PEFT changes them at each load (layer.py: pissa_init,
-# olora_init, corda_init, loftq_init, lora_ga_init); converted adapters have `true`.
+# With other initializations PEFT changes base weights at each load (layer.py: pissa_init, …); converted adapters have
+# `true`.
 _PLAIN_BEGINNINGS = (None, True, False, "true", "false", "gaussian", "eva", "orthogonal", "mica")
 
 _Matches = Callable[[str], bool]
@@ -32,7 +31,7 @@ _Matches = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """An adapter's settings as functions of a module's full name: whether it is adapted, with which rank and scale."""
+    """Whether a module, by full name, is adapted, and with which rank and scale."""
 
     is_targeted: _Matches
     rank_of: Callable[[str], int]
@@ -40,7 +39,7 @@ class LoraConfig:
 
 
 def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
-    """Read the fields of a PEFT `adapter_config.json`; raise UserError, naming the field, for an unsupported value."""
+    """Read the fields of a PEFT config; raise UserError, naming the field, for an unsupported value."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise UserError(f"{CONFIG}: peft_type is {kind!r:.80}; only LORA is supported.", "peft_type")
@@ -73,7 +72,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_targets(fields: dict[str, Any], work: StepBudget) -> _Matches:
-    """Read which modules are adapted, as PEFT's check_target_module_exists; return a test of a module's name."""
+    """Return a test of whether a module is adapted, as PEFT's check_target_module_exists."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
     if not targets or not (isinstance(targets, str) or _is_names(targets)):
@@ -129,7 +128,7 @@ def _named(field: str, given: str | list[str], work: StepBudget) -> _Matches:
 def _read_table(
     fields: dict[str, Any], field: str, is_right: Callable[[Any], bool], work: StepBudget
 ) -> Callable[[str, Any], Any]:
-    """Read a field that maps endings of module names to numbers; return a function of a name and a default.
+    """Read a table from endings of module names to numbers; return a function of a name and a default.
 
     The first ending that matches counts.
     """

@@ -52,9 +52,9 @@ class _Module:
 def read_adapter(
     folder: Path, spec: Spec, family: Family, layout: Layout, max_rank: int, dtype: DTypeLike
 ) -> LoraFiles:
-    """Load an adapter; raise UserError if invalid.
+    """Load an adapter; raise UserError if invalid or of a higher rank than `max_rank`.
 
-    Arrays are unsharded, of `dtype` and rank `max_rank`; higher ranks are refused.
+    Arrays are unsharded, of `dtype` and rank `max_rank`.
     """
     lora.check_supported(spec)
     try:
@@ -65,7 +65,7 @@ def read_adapter(
             raise UserError(f"{folder} has no {WEIGHTS}{never_read(folder)}.")
         config, tensors = read_lora_config(fields), read_file(folder, WEIGHTS)
         modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
-        # A single copy: the digest and the arrays agree even if the file changes.
+        # One copy: the digest and the arrays agree even if the file changes.
         stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
         weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
     except UserError as error:
@@ -84,7 +84,7 @@ def highest_rank(folder: Path) -> int:
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
-    """Return adaptable modules by name without the family's prefix: outputs and inputs."""
+    """Return outputs and inputs of adaptable modules by name without prefix."""
     sizes: dict[str, tuple[int, int]] = {}
     for _, layer, weight in _products(spec, UNDIVIDED):
         names = _names(weight, family, layer)

@@ -26,16 +26,16 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import Layout
 
 FOLDER = "orbax"
-LISTING = "orbax.json"  # the list of the checkpoint's files
+LISTING = "orbax.json"
 _SMALL_FILE = 2**20  # bytes; smaller files, Orbax's index, have a checksum
-CHUNK_BYTES = 2**20  # per chunk; a shard's columns lie in few chunks
+CHUNK_BYTES = 2**20  # a shard's columns are in few chunks
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-Name = tuple[int | None, str]  # a part's layer (None outside) and name
+Name = tuple[int | None, str]  # layer (None outside) and name of a part
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether a folder has an Orbax checkpoint, possibly a damaged one."""
+    """Return whether a folder has an Orbax checkpoint, possibly damaged."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
@@ -111,7 +111,7 @@ def check(folder: Path, declared: Params[Weight]) -> None:
 def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
     """Restore weights as arrays of `dtype`, a layer at a time.
 
-    Each device reads its piece of each part, rounded once. Weights to quantize are read as float32.
+    Each device reads its piece of each part, rounded once; weights to quantize are float32.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)
@@ -247,9 +247,9 @@ def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
     try:
         with _reader() as checkpointer:
             return checkpointer.restore((folder / FOLDER).absolute(), args)
-    except jax.errors.JaxRuntimeError:  # device errors such as exhausted memory
+    except jax.errors.JaxRuntimeError:  # exhausted memory
         raise
-    except Exception as error:  # Orbax raises plain Exception
+    except Exception as error:
         raise _unreadable(folder, error) from error
 
 
@@ -283,7 +283,6 @@ def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Ar
 
 
 def _local(layout: Layout) -> list[Any]:
-    """Return the devices of this process."""
     return [device for device in layout.devices if device.process_index == jax.process_index()]
 
 

@@ -20,7 +20,7 @@ MODULES = "modules.json"
 GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _CLASSIFYING = tuple(OF_DECODERS)
 _POOLINGS: dict[str, Pooling] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}
-_OLDER_POOLINGS = {  # one key per mode, before sentence-transformers 5
+_OLDER_POOLINGS = {  # before sentence-transformers 5
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
@@ -93,7 +93,7 @@ def most_tokens(folder: Path) -> int | None:
 def _classifier(folder: Path, config: Mapping[str, Any], spec: Spec, family: Family, architecture: str) -> Pooler:
     fields = Fields(config)
     labels = _labels(fields)
-    if architecture.endswith("ForRewardModel"):  # a single raw number, regardless of labels
+    if architecture.endswith("ForRewardModel"):  # one raw number, regardless of labels
         labels, activation = labels[:1], "none"
     else:
         activation = _activation_of_labels(folder, fields, len(labels))
@@ -185,7 +185,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")  # concerns prompts that sentence-transformers prepends
+    fields.raw("include_prompt")  # prepended by sentence-transformers
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()
@@ -211,10 +211,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the lengths to which a config allows embeddings to be cut: (): any; None: not.
-
-    The keys are those that vLLM reads.
-    """
+    """Return the lengths to which a config, by vLLM's keys, allows embeddings to be cut: (): any; None: not."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

@@ -18,9 +18,9 @@ from jaxllm.model.head import Head
 from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.rows import Rows, in_tensors
 
-_PIECE_BYTES = 32 * 2**20  # copied before the pages read are released
+_PIECE_BYTES = 32 * 2**20  # copied before pages are released
 
-Store = Callable[[int, np.ndarray], None]  # takes rows and the first one's number
+Store = Callable[[int, np.ndarray], None]  # takes the first row's number, and rows
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def by_name(declared: Params[Weight]) -> dict[tuple[int | None, str], Weight]:
 
 
 def is_unread(name: str, declared: Params[Weight], family: Family) -> bool:
-    """Return whether a checkpoint may have this tensor, without prefix, although no weight consists of it."""
-    # A head tied to the embedding may be stored as a copy.
+    """Return whether a checkpoint may have this tensor, which no weight consists of."""
+    # May be stored as a copy of a tied embedding.
     is_copy = "head" not in declared.top and name == family.tensors["head"]
-    is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")  # not built
+    is_behind = family.has_layers_behind and name.startswith(f"layers.{len(declared.layers)}.")
     return is_copy or is_behind or name.endswith(family.ignored) or name.startswith(family.heads)
 
 
@@ -160,7 +160,7 @@ def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tu
 
 
 def usual_name(name: str, family: Family) -> str:
-    """Return a tensor's name without the family's prefix, which a checkpoint without head lacks."""
+    """Return a tensor's name without the family's prefix."""
     name = family.usual(name)
     # Names of early transformers checkpoints.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

@@ -1,7 +1,4 @@
-"""Detect output heads that differ from the embedding to which config.json ties them.
-
-Most stored heads are copies; one that differs is used, as in transformers.
-"""
+"""Detect output heads that differ from the tied embedding; they are used, as in transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Read quantized matrices from checkpoints, piecewise, in the layout of `pallas_kernels.linear`.
-
-`collect` replaces each matrix's tensors by a `Matrix` under its unquantized name.
-"""
+"""Read quantized matrices from checkpoints, piecewise, in the layout of `pallas_kernels.linear`."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class Matrix:
 
 
 def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tensor | Matrix]:
-    """Replace the tensors of each quantized matrix by one `Matrix`; keep others.
+    """Replace the tensors of each quantized matrix by one `Matrix` under its unquantized name; keep others.
 
     Raises UserError if a tensor is missing or misshapen.
     """
@@ -109,8 +106,6 @@ def collect(tensors: dict[str, Tensor], stored: StoredFormat) -> dict[str, Tenso
 
 
 class _Tensors:
-    """The tensors of a matrix, by name suffix."""
-
     def __init__(
         self, tensors: dict[str, Tensor], stem: str, stored: StoredFormat, main: Tensor, used: set[str]
     ) -> None:

@@ -1,6 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Weights are copied piecewise from mapped files, so that the peak of memory stays near their size.
+Weights are copied piecewise, so that the peak of memory stays near their size.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from jaxllm.model.sharding import Layout
 from jaxllm.model.spec import Spec
 
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-_QUANTIZED_BYTES = 2**20  # at once, so that intermediates fit into a processor's cache
+_QUANTIZED_BYTES = 2**20  # at once: intermediates fit into a processor's cache
 
 
 def resolve(model: str, revision: str | None = None, tokenizer_only: bool = False) -> Path:
     """Return a model's folder: one included in jaxllm, a local one, or the hub's, downloaded.
 
-    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises
-    UserError on failure.
+    The hub is queried for the newest commit of `revision`; without network the cached copy is used. Raises UserError on
+    failure.
     """
     folder = SHIPPED.get(model) or Path(model).expanduser()
     if folder.is_dir():
@@ -63,7 +63,7 @@ def resolve(model: str, revision: str | None = None, tokenizer_only: bool = Fals
                 model,
                 revision=revision,
                 allow_patterns=_TOKENIZER_FILES if tokenizer_only else [*_TOKENIZER_FILES, "*.safetensors"],
-                # Other formats of the same weights; folders like 1_Pooling are parts of the model.
+                # Other formats; folders like 1_Pooling are parts of the model.
                 ignore_patterns=["[!0-9]*/*", "?[!_]*/*", "consolidated*"],
             )
         )
@@ -112,10 +112,9 @@ def load(
     quantization: str | None = None,
     head: Head | None = None,
 ) -> Params[Array]:
-    """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared.
+    """Read a checkpoint into arrays of `dtype`, or `Quantized` as declared, from the stored numbers.
 
-    Weights are quantized from the stored numbers, not from ones rounded to `dtype`. Raises UserError, before copying,
-    for a missing, unexpected or misshapen tensor.
+    Raises UserError, before copying, for a missing, unexpected or misshapen tensor.
     """
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
@@ -137,7 +136,7 @@ def read(
         if not own.is_here:
             return quantized.describe(weight, own, dtype)
         array = read_weight(weight, sources[layer, name], own, dtype)
-        jax.block_until_ready(pending)  # at most two weights are in transfer to a device
+        jax.block_until_ready(pending)  # at most two weights are in transfer
         pending = array
         bar.update(num_bytes(array))
         return array
@@ -156,10 +155,7 @@ def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: L
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A stored part of a weight: a view [out, in] (or [out]) of the mapped file, and its release.
-
-    Rows of a comb are divided into teeth: [teeth, out, in].
-    """
+    """A view [out, in] (or [out]) of the mapped file, and its release; with a comb of teeth: [teeth, out, in]."""
 
     values: np.ndarray
     release: Callable[[], None]
@@ -200,7 +196,6 @@ def abstract(
 def declared_weights(
     spec: Spec, layout: Layout, quantization: str | None, head: Head | None, family: Family
 ) -> Params[Weight]:
-    """Return the weights that `load` makes."""
     return _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
 
 
@@ -291,7 +286,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
     scheme = weight.scheme
     assert scheme is not None
     shapes = quantized.describe(weight, layout, np.float32)
-    kept: dict[tuple[int, int], np.ndarray] = {}  # by the piece's indices
+    kept: dict[tuple[int, int], np.ndarray] = {}
 
     def place(index: tuple[slice, ...] | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> tuple[int, int]:
         each = zip(index or (), shape, axes, strict=True)
@@ -320,7 +315,7 @@ def _load_rounded(weight: Weight, sources: tuple[tuple[Source, ...], ...], layou
         return kept[rows, piece]
 
     def packed_values(index: tuple[slice, ...] | None) -> np.ndarray:
-        # With several values per byte the array is narrower than the weight, in equally many pieces.
+        # With several values per byte the array is narrower, in equally many pieces.
         rows, of = index or (slice(None), slice(None))
         width = weight.shape[1] // shapes.values.shape[1]
         return values((rows, slice((of.start or 0) * width, (of.stop or shapes.values.shape[1]) * width)))
@@ -341,10 +336,7 @@ def _load_stored(weight: Weight, sources: tuple[tuple[Source, ...], ...], layout
 def _load_side(
     side: Side, described: jax.ShapeDtypeStruct, weight: Weight, sources: tuple[tuple[Source, ...], ...], layout: Layout
 ) -> Array:
-    """Read one of a weight's arrays onto the devices: floats, or a quantized one's values, scales or zeros.
-
-    Scales and zeros are transposed, with groups as rows.
-    """
+    """Read one of a weight's arrays onto the devices; scales and zeros are transposed, with groups as rows."""
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         if side in ("scales", "zeros"):
@@ -379,10 +371,7 @@ def fill(
     shards: int,
     index: tuple[slice, ...],
 ) -> None:
-    """Pass piece `index` of the `shape` that `parts` form, with rows in `shards`, to `store`.
-
-    `store` receives blocks of rows, each with its first row's number.
-    """
+    """Pass piece `index` of the `shape` that `parts` form, with rows in `shards`, to `store`."""
     filled = 0
     for number, first, count, padding in in_order(parts, shape[0], shards, index[0]):
         filled = sources[number].give(side, shape[-1], first, count, index[1:], store, filled)
@@ -404,8 +393,8 @@ def _random_maker(weight: Weight, dtype: np.dtype, layout: Layout) -> Callable[[
     def make(seed: Array) -> Array:
         if weight.initial != "normal":
             return jnp.full(weight.shape, weight.initial == "ones", dtype)
-        # MurmurHash3's finalizer over element numbers: 320 million values a second on two cores (jax.random.normal: 29
-        # million), the same for any sharding.
+        # MurmurHash3's finalizer: 320 million values a second on two cores (jax.random.normal: 29 million), for any
+        # sharding.
         bits = jnp.zeros(weight.shape, jnp.uint32)
         for dimension, length in enumerate(weight.shape):
             bits = bits * jnp.uint32(length) + lax.broadcasted_iota(jnp.uint32, weight.shape, dimension)

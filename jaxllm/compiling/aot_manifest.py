@@ -1,7 +1,6 @@
 """The manifest of ahead-of-time compiled programs.
 
-A start with the same folder takes unset sizes from it; the number of KV blocks would otherwise depend on free memory,
-and require other programs.
+A start with the same folder takes unset sizes from it; the number of KV blocks would otherwise depend on free memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def write(folder: Path, spec: Spec, record: Mapping[str, Any]) -> Path:
 
 
 def difference(recorded: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
-    """Return why a start cannot use the compiled programs, in one line; "" if it can.
+    """Return in one line why a start cannot use the compiled programs; "" if it can.
 
     >>> difference({"jax": "0.11.2", "num_kv_blocks": 400}, {"jax": "0.12.0", "num_kv_blocks": 400})
     "jax is '0.12.0', not '0.11.2'"

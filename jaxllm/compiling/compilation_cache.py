@@ -1,4 +1,4 @@
-"""Set up JAX's persistent compilation cache, which keeps compiled programs in a folder."""
+"""Set up JAX's persistent compilation cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # XLA's caches would be below this folder, and jax 0.10 hashes their path into every key: a moved folder would never
-    # hit.
+    # jax 0.10 hashes the path of XLA's caches into every key: a moved folder would never hit.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def _can_be_folder(folder: Path) -> bool:
-    """Create a folder; warn and return False on failure, for which JAX would warn once per program."""
+    """Create a folder; warn and return False on failure: JAX would warn once per program."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Run compilations in threads of idle priority, so that they do not slow down steps."""
+"""Run compilations at idle priority, so that they do not slow down steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.threads import start_thread
 def run_at_idle_priority(call: Callable[[], Any]) -> Any:
     """Make a call in a new thread of idle priority; return its result, or raise its exception.
 
-    For compiling only: tracing holds the GIL, and at low priority would delay steps.
+    Not for tracing, which holds the GIL and would delay steps.
     """
     outcome: Future[Any] = Future()
 

@@ -1,8 +1,8 @@
 """A cache of compiled programs that a later start reads without tracing.
 
 A `.program` file is named after a digest of the program's text, the compiler and its options; a `.key` file, named
-after a digest of tracing's inputs (program_digest.py), contains the text's digest. Deserializing uses pickle, which can
-run code: folder and file must belong to this user or root and be writable by no other.
+after a digest of tracing's inputs, contains the text's digest. Deserializing uses pickle, which can run code: folder
+and file must belong to this user or root and be writable by no other.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class KeptPrograms:
     ) -> None:
         """Cache at most `most_bytes` in `folder`; 0 disables the cache.
 
-        `depends` returns two digests: of the inputs of tracing, and of the compiler, its options and `devices`. If it
-        raises `NotDigestibleError`, the cache is disabled.
+        `depends` returns digests of the inputs of tracing, and of the compiler, its options and `devices`. If it raises
+        `NotDigestibleError`, the cache is disabled.
         """
         self.num_read, self.seconds = 0, 0.0
         self._folder, self._most_bytes, self._devices = folder, most_bytes, devices
@@ -70,13 +70,12 @@ class KeptPrograms:
         return None if text is None else self._program(name, text)
 
     def has(self, name: str, key: Any) -> bool:
-        """Return whether a program is probably cached."""
         return self.is_on and self._key_file(name, key)[0].exists()
 
     def compile(self, name: str, key: Any, lowered: jax.stages.Lowered) -> Any:
         if not self.is_on:
             return lowered.compile()
-        # The text lacks unused arguments: models with other numbers of layers have the same for `score`.
+        # Unused arguments are not in the text: models with other numbers of layers have the same for `score`.
         text = bytes.fromhex(digest(self._depends[1], digest_options(), str(lowered.in_tree), lowered.as_text()))
         program = self._program(name, text)
         if program is None:

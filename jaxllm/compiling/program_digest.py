@@ -72,7 +72,7 @@ def digest_compiler(devices: tuple[Any, ...]) -> str:
 
 
 def digest_options() -> str:
-    """Return a digest of JAX's options in the calling thread, without those that do not affect programs."""
+    """Return a digest of JAX's options in the calling thread that affect programs."""
     options: Any = jax.config
     values = options.values | {"jax_default_matmul_precision": options.jax_default_matmul_precision}
     return digest({name: repr(value) for name, value in values.items() if not name.startswith(_WITHOUT_EFFECT)})

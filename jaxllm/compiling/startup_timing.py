@@ -37,7 +37,7 @@ class Phases:
         self._noted.append(Phase(name, seconds, cause, is_beside=True))
 
     def finished(self) -> tuple[Phase, ...]:
-        """Return all phases; the last, "other", is the time that no sequential phase covers."""
+        """Return all phases; the last, "other", is the time outside of sequential phases."""
         rest = time.perf_counter() - self._began - sum(phase.seconds for phase in self._noted if not phase.is_beside)
         return (*self._noted, Phase("other", rest))
 
@@ -54,7 +54,7 @@ def describe(phases: tuple[Phase, ...]) -> str:
 
 
 class Compilations:
-    """Counts and times this process's compilations and JAX cache hits, from `begin` to `end`."""
+    """Counts and times this process's compilations and JAX cache hits."""
 
     def __init__(self) -> None:
         self.num_compiled = self.num_found = 0
@@ -79,7 +79,7 @@ class Compilations:
         )
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        # JAX reports a cached program twice on a thread: as retrieved, then as compiled.
+        # A cached program is reported twice on a thread: as retrieved, then as compiled.
         if event == "/jax/compilation_cache/cache_retrieval_time_sec":
             self._finding.is_found = True
         elif event == "/jax/core/compile/backend_compile_duration":

@@ -1,1 +1,1 @@
-"""The model families: read a config.json as a `Spec`, and name the tensors of its weights."""
+"""Read a config.json as a `Spec`, and name the tensors of its weights."""

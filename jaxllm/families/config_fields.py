@@ -1,7 +1,6 @@
-"""Parse config.json fields common to model families.
+"""Config.json fields common to model families.
 
-Rotary settings have two spellings: `rope_theta` with `rope_scaling` (transformers 4), `rope_parameters` (transformers
-5).
+Rotary settings are `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (5).
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class Fields:
-    """A config.json reader that validates values and tracks accessed keys.
-
-    `max_model_len` is the context length that the user requested.
-    """
+    """A config.json reader that validates values and tracks accessed keys. `max_model_len` is the requested length."""
 
     def __init__(self, config: Mapping[str, Any], max_model_len: int | None = None, where: str = "config.json") -> None:
         self.max_model_len = max_model_len
@@ -56,7 +52,7 @@ class Fields:
         return found
 
     def take(self, key: str, kind: type[Value], default: Value = _REQUIRED) -> Value:
-        """Return a finite value of a type; `default` replaces a missing or null value, which otherwise is an error."""
+        """Return a finite value of a type; `default` replaces a missing or null value, otherwise an error."""
         value = self.raw(key)
         if value is None:
             if default is _REQUIRED:
@@ -77,7 +73,7 @@ class Fields:
         return value
 
     def layers(self, key: str = "num_hidden_layers") -> int:
-        """Return the number of layers, at most MOST_LAYERS since memory is allocated for each."""
+        """Return the number of layers, bounded since memory is allocated for each."""
         return self.size(key, most=MOST_LAYERS)
 
     def positive(self, key: str, default: float = _REQUIRED) -> float:
@@ -161,13 +157,13 @@ def read_rope(
 ) -> tuple[Rope, int]:
     """Return the rope, and `max_position` as scaled by it.
 
-    `theta` and `partial`, the rotated share of a head, are defaults; if `partial` is None, partial rotation is refused.
+    `theta` and `partial`, the rotated share of a head, are defaults; without `partial`, partial rotation is refused.
     """
     theta = fields.positive("rope_theta", theta)
     if partial is not None:
         partial = fields.take("partial_rotary_factor", float, partial)
     settings = rotary_settings(fields)
-    # Some checkpoints store it at top level, which transformers prefers.
+    # At top level in some checkpoints; transformers prefers it.
     original = (
         fields.size("original_max_position_embeddings") if fields.has("original_max_position_embeddings") else None
     )
@@ -223,7 +219,7 @@ def parse_rope(
             )  # max_position_embeddings may or may not include the factor
         case "dynamic":
             # transformers scales theta with the sequence, vLLM for the longest possible one; here for the requested
-            # length, if beyond the model's. All agree up to there.
+            # length, if beyond the model's.
             length = min(settings.max_model_len or max_position, stretched(max_position, factor))
             if length > max_position:
                 theta *= (factor * length / max_position - (factor - 1.0)) ** (size / (size - 2))
@@ -232,8 +228,8 @@ def parse_rope(
             original = original or max_position
             factor = settings.take("factor", float, max_position / original)
             lists = [settings.numbers(f"{name}_factor", size // 2) for name in ("short", "long")]
-            # As vLLM: long factors for all sequences if any may exceed the original context. transformers switches
-            # within a sequence.
+            # As vLLM, for all sequences if any may exceed the original context. transformers switches within a
+            # sequence.
             scaling = PairScaling(lists[min(settings.max_model_len or max_position, max_position) > original])
             amplitude = 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))
             amplitude = settings.take("attention_factor", float, amplitude)
@@ -269,10 +265,7 @@ def magnitude(factor: float, weight: float) -> float:
 
 
 def read_windows(fields: Fields, window: int | None, default: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return each layer's sliding window, None for full attention.
-
-    `layer_types` decides which layers have one; without it, `default` does.
-    """
+    """Return each layer's sliding window, None for full attention, by `layer_types`, otherwise by `default`."""
     kinds = fields.raw("layer_types")
     slides = default
     if kinds is not None:
@@ -318,9 +311,7 @@ def read_decoder(
         further["ropes"] = tuple(rope if turned else None for turned in rotates or (True,) * num_layers)
     if "is_causal" not in further:
         further["is_causal"] = fields.take("is_causal", bool, True)
-        if (
-            not further["is_causal"] and "windows" in further
-        ):  # windows extend to both sides, and include the token itself
+        if not further["is_causal"] and "windows" in further:  # to both sides, including the token itself
             further["windows"] = tuple(window and window + 1 for window in further["windows"])
     if "activation" not in further:
         further["activation"] = fields.activation("hidden_act", "silu")
@@ -383,7 +374,7 @@ def read_two_ropes(
 ) -> tuple[Rope, ...]:
     """Return each layer's rope; `thetas` are the defaults of layers without and with a window.
 
-    In the older spelling "rope_scaling" applies to the former. `max_position` is already scaled.
+    The older "rope_scaling" applies to layers without one. `max_position` is already scaled.
     """
     newer = fields.inner("rope_parameters")
     settings = (

@@ -1,4 +1,4 @@
-"""Model families with dense feed-forwards: config readers and tensor names, as differences from Llama's."""
+"""Model families with dense feed-forwards, as differences from Llama's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _gemma3(fields: Fields) -> Spec:
         logit_softcap=fields.optional("final_logit_softcapping", float),
         is_causal=is_causal,
     )
-    # The file gives the window of both sides together.
+    # The file gives both sides together.
     windows = tuple(window if is_causal or window is None else window // 2 + 1 for window in spec.windows)
     ropes = read_two_ropes(fields, windows, spec.head_size, spec.max_position, thetas)
     return replace(spec, windows=windows, ropes=ropes)
@@ -118,12 +118,12 @@ def _granite(fields: Fields) -> Spec:
 def _smollm3(fields: Fields) -> Spec:
     layers, interval = fields.layers(), fields.size("no_rope_layer_interval", 4)
     rotates = slides(fields, interval)
-    if fields.has("no_rope_layers"):  # despite its name, 1 marks layers with rotation
+    if fields.has("no_rope_layers"):  # 1 marks layers with rotation
         rotates = tuple(map(bool, fields.numbers("no_rope_layers", layers)))
     window = fields.optional("sliding_window", int)
     if not fields.take("use_sliding_window", bool, False):
         window = None
-    fields.raw("max_window_layers")  # in the published file, but ignored by transformers
+    fields.raw("max_window_layers")  # ignored by transformers
     return read_decoder(
         fields,
         tied=True,
@@ -138,7 +138,7 @@ def _smollm3(fields: Fields) -> Spec:
 def _stablelm(fields: Fields) -> Spec:
     fields.only("num_heads", fields.size("num_attention_heads"))
     fields.only("rotary_scaling_factor", 1.0)
-    # Older synonyms, present in some files.
+    # older synonyms
     fields.only("norm_eps", fields.take("layer_norm_eps", float, 1e-5))
     fields.only("rope_pct", fields.take("partial_rotary_factor", float, 0.25))
     return read_decoder(
@@ -206,7 +206,7 @@ def _cohere(fields: Fields, theta: float = 500000.0, **further: Any) -> Spec:
         qk_norm="own per head" if fields.take("use_qk_norm", bool, False) else None,
         **fields.attention_biases(),
         logit_scale=fields.take("logit_scale", float, 0.0625),
-        # Command R gives 8192 positions and a length of 131072; vLLM also uses the latter.
+        # Command R has 8192 positions and a length of 131072, which vLLM also uses.
         max_position=fields.size("model_max_length", fields.size("max_position_embeddings")),
         **further,
     )
@@ -248,7 +248,7 @@ def _glm4(fields: Fields) -> Spec:
 
 
 def _internlm3(fields: Fields) -> Spec:
-    # Its own code has "qkv_bias" and "bias", which includes the output's; transformers uses other names.
+    # The original code has "qkv_bias" and "bias", which includes the output's.
     rest = fields.take("bias", bool, fields.take("mlp_bias", bool, False))
     return read_decoder(
         fields,
@@ -311,7 +311,7 @@ def _opt(fields: Fields) -> Spec:
         num_layers=fields.layers(),
         ffn_width=fields.size("ffn_dim"),
         max_position=fields.size("max_position_embeddings"),
-        position_offset=2,  # rows 0 and 1 of the table were for padding (fairseq)
+        position_offset=2,  # rows 0 and 1 were for padding (fairseq)
         norm_eps=1e-5,
         activation=fields.activation("activation_function", "relu"),
         **dict.fromkeys(_BIASES, fields.take("enable_bias", bool, True)),

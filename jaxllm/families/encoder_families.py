@@ -1,4 +1,4 @@
-"""Bidirectional families for embedding and classification: config readers and tensor names."""
+"""Bidirectional families for embedding and classification."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The table of model families: find a config.json's row, and read its Spec.
+"""The table of model families.
 
-A key that the row's reader did not access is an error, unless it has no effect on the computation.
+A key that the row's reader did not access is an error, unless it has no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm.model.spec import Spec
 
 FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE, *SEQ2SEQ)
 
-# Keys without effect on the forward pass: training, bookkeeping, other programs, or read elsewhere (token ids).
+# Keys without effect on the forward pass, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path _commit_hash tokenizer_class
@@ -63,10 +63,10 @@ SAMPLING: dict[str, Any] = {
 
 
 def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tuple[Spec, Family]:
-    """Find the row of a config.json's architecture; return the `Spec` that it reads, and the row.
+    """Return the `Spec` and the row of a config.json's architecture.
 
-    `max_model_len` is the requested context length: some rotations depend on it. Raises UserError, naming the key, for
-    an unknown architecture or key, and for a missing or impossible value.
+    Some rotations depend on `max_model_len`, the requested length. Raises UserError, naming the key, for an unknown
+    architecture or key, and for a missing or impossible value.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -101,7 +101,7 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
 
 
 def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images | None:
-    """Return how a model reads images, None if it does not; `spec` is its decoder's."""
+    """Return how a model reads images, if it does; `spec` is its decoder's."""
     if family.images is None or family.text_of is None:
         return None
     fields = Fields(config)
@@ -112,7 +112,7 @@ def read_images(config: Mapping[str, Any], spec: Spec, family: Family) -> Images
 
 
 def read_encoder(config: Mapping[str, Any], family: Family) -> Encoder | None:
-    """Return the encoder of an encoder-decoder model, whose decoder's keys were checked; None for other models."""
+    """Return the encoder of an encoder-decoder model, None for others; the decoder's keys were checked."""
     return None if family.encoder is None else family.encoder(Fields(config))
 
 
@@ -126,7 +126,7 @@ def read_fields(fields: Fields, read: Callable[[Fields], Spec], has_encoder: boo
         )
     try:
         spec = read(fields)
-    except (ArithmeticError, ValueError) as error:  # each valid, but not together: a division by zero, a logarithm
+    except (ArithmeticError, ValueError) as error:  # each valid, but not together
         if isinstance(error, UserError):
             raise
         raise UserError(f"config.json: its numbers make no model ({error}).", "model") from error
@@ -138,7 +138,7 @@ def read_fields(fields: Fields, read: Callable[[Fields], Spec], has_encoder: boo
     fields.only("tie_encoder_decoder", False)
     fields.only("pruned_heads", {})
     for key, neutral in SAMPLING.items():
-        if has_encoder:  # usual in these models' files, for programs that read no generation_config.json
+        if has_encoder:  # usual in these models' files
             fields.raw(key)
         elif (value := fields.raw(key)) not in (None, neutral):
             raise UserError(

@@ -21,8 +21,7 @@ def named(stems: Mapping[str, str]) -> dict[str, str]:
     return weights | {f"{part}_bias": f"{stem}.bias" for part, stem in stems.items()}
 
 
-# Tensor names of a weight's parts (see decoder.declare), after the family's prefix. {} is the layer, a second {} the
-# expert or head.
+# Names of a weight's parts (see decoder.declare), after the prefix. {} is the layer, a second {} the expert or head.
 LLAMA_TENSORS = named(
     {
         "embed": "embed_tokens",
@@ -56,16 +55,16 @@ class Images(NamedTuple):
 
     spec: Tower
     placeholder: int  # token id
-    tensors: Family  # the row of the tower's tensor names
-    processor: Callable[[Mapping[str, Any]], Processor]  # reads preprocessor_config.json
+    tensors: Family  # names of the tower's tensors
+    processor: Callable[[Mapping[str, Any]], Processor]
 
 
 class Encoder(NamedTuple):
     """The encoder of an encoder-decoder model; the embedding is the decoder's."""
 
     spec: Spec
-    tensors: Family  # the row of its tensor names
-    num_mels: int = 0  # bands of the spectrogram that it reads; 0: it reads tokens
+    tensors: Family
+    num_mels: int = 0  # of a spectrogram; 0: it reads tokens
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,8 @@ class Family:
     all of them. Unread tensors end with `ignored`, begin with `heads` or, with `has_layers_behind`, are in layers after
     the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
 
-    A family with images has `text_of`, which returns the fields of the decoder and their reader, and `images`, which
-    reads the tower for the decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their
-    replacements.
+    With images `text_of` returns the fields of the decoder and their reader, and `images` reads the tower for the
+    decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their replacements.
     """
 
     architectures: tuple[str, ...]
@@ -96,11 +94,11 @@ class Family:
     renamed: tuple[tuple[str, str], ...] = ()
     text_of: Callable[[Fields], tuple[Fields, Callable[[Fields], Spec]]] | None = None
     images: Callable[[Fields, int, int], Images] | None = None
-    encoder: Callable[[Fields], Encoder] | None = None  # of an encoder-decoder model
-    of_spec: Callable[[Spec], Family] | None = None  # the row of a Spec, if names of tensors depend on it
+    encoder: Callable[[Fields], Encoder] | None = None
+    of_spec: Callable[[Spec], Family] | None = None  # if names of tensors depend on the Spec
 
     def usual(self, name: str) -> str:
-        """Return a tensor's name without the optional prefix, by which `tensors` has it."""
+        """Return a tensor's name as in `tensors`, without the optional prefix."""
         for before, after in self.renamed:
             if name.startswith(before):
                 return after + name[len(before) :]

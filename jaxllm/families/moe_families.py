@@ -1,4 +1,4 @@
-"""Mixture-of-experts families, some with latent attention: config readers and tensor names."""
+"""Mixture-of-experts families, some with latent attention."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _mixtral(fields: Fields) -> Spec:
 def _qwen2_moe(fields: Fields) -> Spec:
     layers, until = fields.layers(), fields.take("max_window_layers", int, 28)
     is_windowed = fields.take("use_sliding_window", bool, False)
-    fields.raw("sliding_window")  # without effect unless use_sliding_window
+    fields.raw("sliding_window")  # only with use_sliding_window
     window = fields.optional("sliding_window", int, 4096) if is_windowed else None
     return read_decoder(
         fields,
@@ -116,8 +116,8 @@ def _gpt_oss(fields: Fields) -> Spec:
     layers = fields.layers()
     chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
-    fields.raw("initial_context_length")  # repeated in the rotary settings
-    fields.only("hidden_act", "silu")  # the next two keys define the actual activation
+    fields.raw("initial_context_length")  # also in the rotary settings
+    fields.only("hidden_act", "silu")  # the next two keys define the activation
     return read_decoder(
         fields,
         theta=150000.0,
@@ -142,7 +142,7 @@ def _gpt_oss(fields: Fields) -> Spec:
 
 
 def _deepseek(fields: Fields, interleaved: bool, **routing: Any) -> Spec:
-    """Read fields common to DeepSeek V2 and V3: latent attention, first layers dense."""
+    """Read fields common to DeepSeek V2 and V3."""
     layers = fields.layers()
     latent = Latent(
         rank=fields.size("kv_lora_rank"),

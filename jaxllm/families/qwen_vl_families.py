@@ -17,7 +17,7 @@ from jaxllm.media.patches import read_patches
 from jaxllm.model.patch_vision import PatchVisionSpec
 from jaxllm.model.spec import Spec
 
-# Keys that are not the decoder's. Published Qwen2.5-VL files have no text_config, and the decoder's keys beside these.
+# Not the decoder's keys. Published Qwen2.5-VL files have no text_config, and the decoder's keys here.
 _OUTER = frozenset(
     """
     architectures model_type vision_config text_config image_token_id video_token_id vision_start_token_id
@@ -104,7 +104,7 @@ def _images(
     further: Mapping[str, Any],
     **shared: Any,
 ) -> Images:
-    """Return how a model reads images, from what both families share and `further` fields of `PatchVisionSpec`."""
+    """Return how a model reads images; `further` are fields of `PatchVisionSpec`."""
     patch, merge = own.size("patch_size", patch), own.size("spatial_merge_size", 2)
     own.only("spatial_patch_size", patch)
     width, heads = own.size("hidden_size"), own.size("num_heads", 16)
@@ -211,7 +211,7 @@ _PLAIN_TENSORS = {
     **{"merge_norm": "merger.norm", "merge_up": "merger.linear_fc1", "merge_down": "merger.linear_fc2"},
 }
 _TEXT_TENSORS = ("embed_tokens.", "norm.", "layers.", "lm_head.")
-# Names of transformers 5 and published Qwen3-VL files; published Qwen2.5-VL files have them without the first word.
+# transformers 5 and published Qwen3-VL files; Qwen2.5-VL files lack the first word.
 _RENAMED = (("model.language_model.", ""), ("model.visual.", _TOWER), ("language_model.model.", ""))
 
 OF_ANY_SIZE: tuple[Family, ...] = (

@@ -1,4 +1,4 @@
-"""Encoder-decoder families: config readers of decoder and encoder, and tensor names."""
+"""Encoder-decoder families."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.families.family import Encoder, Family, named
 from jaxllm.model.spec import Activation, Spec
 
 LOGIT_BIAS = "final_logits_bias"  # zeros, see checkpoints/described.py
-# Keys of one half, which the other half's reader does not need, and of decoding.
+# Keys of the other half, and of decoding.
 _OF_HALVES = frozenset(
     {f"{side}_{key}" for side in ("encoder", "decoder") for key in ("attention_heads", "ffn_dim", "layers")}
     | {"encoder_layerdrop", "decoder_layerdrop", "num_hidden_layers", "classif_dropout"}
@@ -40,7 +40,7 @@ def _bart_half(fields: Fields, side: str, is_pre: bool, **further: Any) -> Spec:
         num_layers=fields.layers(f"{side}_layers"),
         ffn_width=fields.size(f"{side}_ffn_dim"),
         max_position=fields.size("max_position_embeddings", 1024),
-        position_offset=2,  # rows 0 and 1 of the table were for padding (fairseq)
+        position_offset=2,  # rows 0 and 1 were for padding (fairseq)
         norm_eps=1e-5,
         norm_place="pre" if is_pre else "after",
         embed_norm=True,
@@ -102,7 +102,7 @@ def _t5_half(fields: Fields, side: str, **further: Any) -> Spec:
     fields.only("is_gated_act", kind == "gated")
     fields.only("dense_act_fn", name, *(("gelu_new",) if activation == "gelu_tanh" else ()))
     tied = fields.take("tie_word_embeddings", bool, True)
-    # Version 1.1 has a separate head, and transformers takes that as a sign that its outputs are not scaled.
+    # Version 1.1 has a separate head, for which transformers does not scale outputs.
     is_scaled = fields.take("scale_decoder_outputs", bool, tied)
     return Spec(
         num_layers=layers,
@@ -164,7 +164,7 @@ def _t5_row(side: str, spec: Spec | None = None) -> Family:
         _t5_decoder if side == "decoder" else None,
         named(tensors),
         "",
-        # A bias that the first implementation had, and never used.
+        # A bias that the first implementation never used.
         ignored=(".layer.1.EncDecAttention.relative_attention_bias.weight",),
         heads=(*others, "lm_head.", "encoder.embed_tokens."),
         encoder=_t5_encoder,

@@ -1,7 +1,4 @@
-"""Parse `quantization_config`: the format of quantized matrices, and which are quantized.
-
-Unsupported options are refused by name.
-"""
+"""Parse `quantization_config`. Unsupported options are refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxllm.linear_expression import Expression
 from jaxllm.model.parameters import Scheme
 from pallas_kernels import Kind
 
-# compressed-tensors: "packed" 4-byte words of adjacent columns, or "plain" numbers; transposed words along columns
+# "packed" 4-byte words of adjacent columns, or "plain" numbers (compressed-tensors); transposed words along columns
 # ("gptq") or rows ("awq"); blocks of 32 ("mxfp4").
 Layout = Literal["packed", "plain", "gptq", "awq", "mxfp4"]
 
@@ -30,7 +27,7 @@ class StoredFormat:
     """A checkpoint's quantization format.
 
     `block` rows share scales. `scale` is the suffix of scale tensors; `zero_shift` is added to stored zeros. `targets`
-    and `ignored` contain expressions after "re:", or parts of dotted module names.
+    and `ignored` are expressions after "re:", or parts of dotted module names.
     """
 
     method: str
@@ -81,7 +78,7 @@ def read_stored(config: Mapping[str, Any]) -> StoredFormat | None:
 
 
 def _names(name: str, module: str) -> bool:
-    """Match a module against an expression (prefix) or a name (consecutive components)."""
+    """Whether an expression (prefix) or name (consecutive components) matches a module."""
     if name.startswith("re:"):
         return _expression(name.removeprefix("re:")).match(module)
     return f".{name}." in f".{module}."
@@ -113,7 +110,7 @@ def _group(fields: Fields, key: str = "group_size") -> int | None:
 
 
 def _compressed_tensors(fields: Fields) -> StoredFormat:
-    """Read compressed-tensors, of llm-compressor (github.com/vllm-project/compressed-tensors)."""
+    """Read compressed-tensors (github.com/vllm-project/compressed-tensors)."""
     fields.only("quantization_status", "compressed")
     fields.only("transform_config", {})  # rotated activations
     fields.inner("sparsity_config").only("format", "dense")

@@ -1,4 +1,4 @@
-"""Families that read images: config readers of decoder and tower, and tensor names."""
+"""Families that read images of one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     **{"gelu": "gelu", "quick_gelu": "quick_gelu", "relu": "relu", "silu": "silu"},
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
 }
-# Of a text_config, by model_type: the architecture of its reader, and values that published files leave out.
+# By model_type of a text_config: its architecture, and values that published files omit.
 _LLAMA: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -42,12 +42,11 @@ _CLIP: dict[str, Any] = {
     **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
     **{"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
 }
-# Of a vision_config, by model_type.
+# By model_type of a vision_config.
 _TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
-# Keys of a tower without effect on its states.
 TOWER_WITHOUT_EFFECT = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version _name_or_path attention_dropout dropout
@@ -111,7 +110,7 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
             f"config.json: no tower has {heads} heads of {size} and patches of {patch} in {side} pixels.",
             "vision_config",
         )
-    fields.raw("image_seq_length")  # of the processor; it follows from the tower
+    fields.raw("image_seq_length")  # follows from the tower
     fields.raw("ignore_index")  # of losses
     placeholder = fields.take("image_token_index", int, fields.take("image_token_id", int, 32000))
     if not 0 <= placeholder < vocab_size:
@@ -188,7 +187,7 @@ _RENAMED = (
 
 
 def _tower_of(spec: VisionSpec, num_layers: int) -> Family:
-    """Return the row of a tower's tensors; those of the decoder and of later layers are not read."""
+    """Return the row of a tower's tensors, without later layers."""
     behind = tuple(f"{_TOWER}encoder.layers.{layer}." for layer in range(spec.num_layers, num_layers))
     return Family(
         (),

@@ -1,1 +1,1 @@
-"""Images: where they come from, their decoding, and the preprocessing of models."""
+"""Images and sound: reading, decoding, and the preprocessing of models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ImagePart(dict[str, str]):
-    """An image in the messages of a chat template: {"type": "image"}. No JSON makes one."""
+    """An image in messages: {"type": "image"}. No JSON makes one."""
 
     def __init__(self) -> None:
         super().__init__(type="image")

@@ -1,4 +1,4 @@
-"""Decode images from callers, bounded in bytes and pixels before anything is decoded. Thread-safe."""
+"""Decode images from callers, bounded in bytes and pixels. Thread-safe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_BYTES = 20 << 20  # of a file
-MOST_PIXELS = 1 << 25  # 33 million: 100 MB as RGB
+MOST_PIXELS = 1 << 25  # 100 MB as RGB
 MOST_RATIO = 200  # of the longer to the shorter side
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ANIMATED = ("PNG", "WEBP", "GIF")  # a JPEG of several pictures has a preview
@@ -48,7 +48,7 @@ def decode(data: bytes, name: str, parameter: str = "messages") -> Image:
         raise
     except module.DecompressionBombError as error:
         raise UserError(f"{name} has too many pixels; an image may have {MOST_PIXELS}.", parameter) from error
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
+    except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and others
         known = ", ".join(FORMATS)
         raise UserError(f"{name} is not an image that can be read ({known}), or is cut off.", parameter) from error
 
@@ -87,5 +87,5 @@ def as_rgb(given: Any, name: str, parameter: str) -> Image:
         return image if image.mode == "RGB" else image.convert("RGB")
     except MemoryError:
         raise
-    except Exception as error:  # a file that is read at its first use
+    except Exception as error:  # read at its first use
         raise UserError(f"{name} cannot be read, or is cut off.", parameter) from error

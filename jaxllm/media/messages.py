@@ -1,4 +1,4 @@
-"""Take images out of chat messages, for a chat template that writes placeholders in their place."""
+"""Take images out of chat messages, for a chat template that writes placeholders."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def take_images(
     """Return messages with an `ImagePart` for each image, and the preprocessed images, in order.
 
     An image is a content part {"type": "image_url", "image_url": {"url": …}} ("detail" is ignored), or {"type":
-    "image", "image": …} with a PIL image. Without a `processor` messages stay as they are. Images are decoded one after
-    the other: that bounds the memory. Raises UserError, naming the part, for invalid ones and more than `most`.
+    "image", "image": …} with a PIL image. Decoding one after the other bounds the memory. Raises UserError, naming the
+    part, for invalid ones and more than `most`.
     """
     images: list[Prepared] = []
     if processor is None:

@@ -1,6 +1,6 @@
 """Preprocess images of any size as patches, as transformers' Qwen2VLImageProcessor does (PIL backend).
 
-An image keeps its shape: its sides are rounded to whole tokens, and it is scaled if it has too few or too many pixels.
+Sides are rounded to whole tokens, and images of too few or too many pixels are scaled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class PatchProcessor(Processor):
 
     @property
     def side(self) -> int:
-        """Return the pixels of a token's side."""
         return self.patch * self.merge
 
     @property
     def most_tokens(self) -> int:
-        # Rounding a long image's short side up to a token can exceed both bounds of pixels.
+        # Rounding a long image's short side up can exceed both bounds of pixels.
         long = math.sqrt(MOST_RATIO)
         rounded = self.fewest + (long + 1 / long) * self.side * math.sqrt(self.fewest) + self.side**2
         found = math.ceil(max(self.most, long * self.side * math.sqrt(self.most), rounded) / self.side**2)
@@ -86,7 +85,7 @@ def read_patches(
 ) -> PatchProcessor:
     """Return the processor of preprocessor_config.json; `patch` and `merge` are the model's.
 
-    Raises UserError, naming the key, for settings that are not supported.
+    Raises UserError, naming the key, for unsupported settings.
     """
     own = Settings(settings)
     kind = str(own.take("image_processor_type", _KINDS[0])).removesuffix("Fast").removesuffix("Pil")

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """An image's tokens in a prompt: `rows` × `columns`, the first one at `start`."""
+    """An image's tokens in a prompt, the first one at `start`."""
 
     start: int
     rows: int
@@ -21,12 +21,12 @@ class Grid(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """Return the difference that the image makes for positions after it, which continue after its longer side."""
+        """Return the difference of positions after the image, which continue after its longer side."""
         return max(self.rows, self.columns) - self.rows * self.columns
 
 
 def shift_of(grids: Sequence[Grid]) -> int:
-    """Return the difference between the position of a token after all images and its place in the sequence."""
+    """Return the difference between positions after all images and places in the sequence."""
     return sum(grid.shift for grid in grids)
 
 

@@ -1,7 +1,4 @@
-"""Preprocess images as a model's own processor does (transformers' PIL backend): resize, crop, normalize.
-
-Letters: H and W pixels.
-"""
+"""Preprocess images as a model's processor does (transformers' PIL backend): resize, crop, normalize."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ if TYPE_CHECKING:
 LARGEST = 4096  # pixels of a side after resizing
 _BICUBIC = 3
 CLIP_VALUES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# By processor: default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
+# Default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
 _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
     "CLIPImageProcessor": (224, True, CLIP_VALUES),
     "LlavaImageProcessor": (224, True, CLIP_VALUES),
     "SiglipImageProcessor": (224, False, ((0.5,) * 3, (0.5,) * 3)),
 }
 _OLDER = {"CLIPFeatureExtractor": "CLIPImageProcessor"}
-# Keys that change nothing here, or belong to the text side of a processor.
+# Without effect here, or of the text side of a processor.
 UNREAD = frozenset(
     """
     image_processor_type feature_extractor_type processor_class data_format input_data_format device return_tensors
@@ -44,8 +41,8 @@ class Prepared(NamedTuple):
 
     digest: bytes  # of all that its embeddings depend on
     num_tokens: int
-    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch] of a `PatchProcessor`
-    grid: tuple[int, int] | None = None  # rows and columns of its tokens, if these have positions in two dimensions
+    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch]
+    grid: tuple[int, int] | None = None  # rows and columns of tokens, if these have positions in two dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ class Processor(ABC):
     """A model's preprocessing."""
 
     placeholder: int  # token id
-    video: int | None = None  # token id of the placeholder of videos, which are not supported
+    video: int | None = None  # of videos, which are not supported
     resample: int  # number of Pillow's filter
     scale: float | None
     mean: tuple[float, ...] | None
@@ -72,10 +69,9 @@ class Processor(ABC):
         parameter: str = "multi_modal_data",
         earlier: Sequence[Prepared] = (),
     ) -> list[Prepared]:
-        """Preprocess images; raise UserError, naming `name`, for values that are no images.
+        """Preprocess images, except prepared ones; raise UserError, naming `name`, for values that are no images.
 
-        Images that are prepared already are returned as they are. `earlier` are images of the same request: all images
-        must fit into the context, which bounds their memory.
+        `earlier` are images of the same request: all must fit into the context, which bounds their memory.
         """
         found: list[Prepared] = []
         total = sum(image.num_tokens for image in earlier)
@@ -123,9 +119,9 @@ class Processor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessor(Processor):
-    """Images of one size. They are resized to `size`, height and width, or `shortest`, the shortest edge."""
+    """Images of one size, resized to `size`, height and width, or `shortest`, the shortest edge."""
 
-    num_tokens: int  # of an image
+    num_tokens: int
     size: tuple[int, int] | None
     shortest: int | None
     crop: tuple[int, int] | None  # height and width
@@ -158,7 +154,7 @@ class ImageProcessor(Processor):
 def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: int, side: int) -> ImageProcessor:
     """Return the processor of preprocessor_config.json; `side` is the model's, in pixels.
 
-    Raises UserError, naming the key, for settings that are not supported, or images of another size.
+    Raises UserError, naming the key, for unsupported settings, or images of another size.
     """
     own = Settings(settings)
     kind = str(own.take("image_processor_type", own.take("feature_extractor_type", "CLIPImageProcessor")))
@@ -223,7 +219,6 @@ class Settings:
         return tuple(map(float, value))
 
     def size(self, key: str, default: Any) -> tuple[tuple[int, int] | None, int | None]:
-        """Return height and width, or the shortest edge."""
         value = self.take(key, default)
         if isinstance(value, int) and not isinstance(value, bool):  # of early files: a square, or the shortest edge
             value = {"shortest_edge": value} if "shortest_edge" in default else {"height": value, "width": value}
@@ -275,7 +270,6 @@ def _cropped(values: np.ndarray, crop: tuple[int, int]) -> np.ndarray:
 
 
 def _padded(image: Image, mean: tuple[float, ...] | None) -> Image:
-    """Return an image padded to a square."""
     width, height = image.size
     if width == height:
         return image

@@ -1,6 +1,6 @@
 """Sound for encoders: samples, log-mel spectrograms as Whisper's (Radford et al. 2022), WAV files.
 
-Letters: M mel bands, F frames of 10 ms.
+M mel bands, F frames of 10 ms.
 """
 
 from __future__ import annotations

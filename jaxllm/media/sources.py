@@ -1,6 +1,6 @@
 """Read images that messages refer to: data URLs, and, where the operator allows it, URLs of domains and local files.
 
-Nothing is contacted and no file is opened unless it is allowed. Thread-safe; reading may take seconds.
+Thread-safe; reading may take seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.media.images import MOST_BYTES, decode
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FETCH_SECONDS = 10.0  # of a fetch
+FETCH_SECONDS = 10.0
 PIECE = 1 << 16  # bytes
 MOST_HEAD = 256  # characters of a data: URL before its content
 

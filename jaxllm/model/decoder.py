@@ -1,9 +1,6 @@
 """The decoder: the weights of a Spec (`declare`) and their computation, for one shard of a `Layout`.
 
-Call `embed`, `run_layers` and `head` inside the layout's `shard_map`; `forward` is all before the head. Shardings,
-abstract shapes, random values and loading follow from declarations.
-
-Further letters: Hx, Kx and Vx are sizes on one shard, Vx with padding.
+Call inside the layout's `shard_map`. Hx, Kx and Vx (with padding) are sizes on one shard.
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ from pallas_kernels import Choice
 from pallas_kernels.activations import activate, gated
 
 Leaf = TypeVar("Leaf")
-Arrays = dict[str, Any]  # by name, in or outside a layer: Array or Quantized
+Arrays = dict[str, Any]  # Array or Quantized, by name
 _SUMMED = {"out": "heads", "cross_out": "heads", "down": "feed_forward"}  # products, and the sharded axis of each sum
 
 
 class Heads(NamedTuple):
     """A layer's heads before rotation, which a kernel may include."""
 
-    qkv: Array  # [T, Hx + 2 Kx, C]: queries, keys, values; no values with latent attention
-    turn: tuple[Array, Array] | None  # each token's cosine and sine, [T, size / 2]; None: no rotation
+    qkv: Array  # [T, Hx + 2 Kx, C]; no values with latent attention
+    turn: tuple[Array, Array] | None  # cosine and sine, [T, size / 2]; None: no rotation
     is_interleaved: bool  # pairs are adjacent coordinates
 
 
@@ -50,15 +47,14 @@ class Attend(Protocol):
     def __call__(self, layer: int, heads: Heads, window: int | None, sinks: Array | None) -> Array:
         """Take a layer's heads and sinks [Hx]; return [T, Hx, C].
 
-        With latent attention the values, and each head's result, are the keys' first coordinates, up to the latent's
-        rank.
+        With latent attention the values, and each head's result, are the first `rank` coordinates of the keys.
         """
         ...
 
 
 @runtime_checkable
 class Cross(Protocol):
-    """Called in each layer: attend to the keys and values of the encoder's output."""
+    """Called in each layer: attend to the encoder's output."""
 
     def __call__(self, layer: int, q: Array) -> Array:
         """Take a layer's queries [T, Hx, C]; return [T, Hx, C]."""
@@ -67,13 +63,10 @@ class Cross(Protocol):
 
 @runtime_checkable
 class Linear(Protocol):
-    """A product with a layer's weight; adapters and other quantizations replace it."""
+    """A product with a layer's weight, which adapters and other quantizations replace."""
 
     def __call__(self, layer: int, name: str, *product: Any) -> Array:
-        """Multiply x [T, in] with the weight `name` [out, in], optionally add a bias [out]: float32 [T, out].
-
-        `product` is x, the weight, and the bias.
-        """
+        """Multiply x [T, in] with the weight `name` [out, in], optionally add a bias [out]: float32 [T, out]."""
         ...
 
 
@@ -83,7 +76,7 @@ class RowWeights(Protocol):
 
     @property
     def described(self) -> Any:
-        """The shapes and types of the arrays of one set."""
+        """The shapes and types of one set."""
         ...
 
     def linear(self, sets: Sequence[Any], token_set: Array) -> Linear:
@@ -99,18 +92,18 @@ def plain_linear(layer: int, name: str, *product: Any) -> Array:
 class Context:
     """Inputs that a step's layers share."""
 
-    positions: Array  # int32[T], in the token's sequence
+    positions: Array  # int32[T]
     attend: Attend
     linear: Linear = plain_linear
     layout: Layout = UNDIVIDED
     token_types: Array | None = None  # int32[T]; None: all 0
     fused: Choice | None = None  # fuses norms, residuals and activations; only with `plain_linear`
-    rounds_inner: bool = False  # see `fused.rounds_inner`; only with `plain_linear`
-    cross: Cross | None = None  # of a Spec with it
-    # Embeddings [·, D (1 + n)], and each token's row, int32[T]; others: the token's. A row has an embedding, and n
-    # vectors that are added after the first n layers (Meng et al. 2024, "DeepStack").
+    rounds_inner: bool = False  # only with `plain_linear`
+    cross: Cross | None = None
+    # Embeddings [·, D (1 + n)], and each token's row or one beyond, int32[T]. A row has an embedding, and n vectors
+    # that are added after the first n layers (Meng et al. 2024, "DeepStack").
     media: tuple[Array, Array] | None = None
-    turned: Array | None = None  # int32[dimensions or 1, T]: rotary positions; None: `positions`
+    turned: Array | None = None  # rotary positions, int32[dimensions or 1, T]; None: `positions`
 
 
 @flax.struct.dataclass
@@ -119,7 +112,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-    draft: Any = None  # `Params` of the draft model
+    draft: Any = None  # of the draft model
 
 
 def declare(
@@ -127,7 +120,7 @@ def declare(
 ) -> Params[Weight]:
     """Return the decoder's weights; matrices are [out, in].
 
-    A `head` replaces the logits. A `scheme` applies to products, and to an embedding only if it computes logits.
+    A `head` replaces the logits. A `scheme` applies to products, and to an embedding that computes logits.
     """
     vocabulary = layout.padded("vocab", spec.vocab_size)  # padding rows are zero and never sampled
     of_logits = None if head else "embed" if spec.tie_embeddings else "head"
@@ -202,7 +195,6 @@ def _attention_weights(spec: Spec, layout: Layout) -> dict[str, Weight]:
 
 
 def _cross_weights(spec: Spec) -> dict[str, Weight]:
-    """Return the weights of attention to the encoder's output; `cross_kv` is for `cross_heads`."""
     size, block = spec.num_heads * spec.head_size, spec.head_size
     weights = _norm_weights(spec, "cross_norm" if spec.norm_place == "pre" else "cross_post_norm")
     for name, parts in (("cross_q", ("cross_q",)), ("cross_kv", ("cross_k", "cross_v"))):
@@ -276,9 +268,9 @@ def forward(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context
 def forward_with_aux(
     spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context, aux_layers: tuple[int, ...]
 ) -> tuple[Float[Array, "T D"], tuple[Array, ...]]:
-    """Run all layers; return the normed hidden states, and the residual stream at the input of each of `aux_layers`.
+    """Return the normed hidden states, and the residual stream at the input of each of `aux_layers`, ascending.
 
-    These are ascending; the number of layers selects the stream after the last.
+    The number of layers selects the stream after the last.
     """
     x, done, aux = embed(spec, params, tokens, context), 0, []
     for layer in aux_layers:
@@ -289,10 +281,10 @@ def forward_with_aux(
 
 def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: Context) -> Float[Array, "T D"]:
     with named_scope("embedding"):
-        dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # norms are never quantized
+        dtype = params.top["final_norm" if spec.final_norm else "embed_norm"].dtype  # never quantized
         x = look_up(params.top["embed"], tokens, spec.vocab_size, dtype, context.layout)
         if spec.embed_scale != 1.0:
-            x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded to the weights' type, as in training
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)  # rounded as in training
         if context.media is not None:
             rows, chosen = context.media
             is_media = (chosen < len(rows))[:, None]
@@ -307,7 +299,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
 
 def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, layout: Layout) -> Float[Array, "T D"]:
     """Return rows of a table sharded by rows, each shard's [Vx, D], as `dtype`."""
-    size = layout.padded("vocab", vocab_size) // layout.shards("vocab")  # Vx
+    size = layout.padded("vocab", vocab_size) // layout.shards("vocab")
     row = tokens - layout.index("vocab") * size
     is_here = (row >= 0) & (row < size)
     found = layers.lookup(table, row, dtype)
@@ -324,7 +316,7 @@ def run_layers(
 ) -> Float[Array, "T D"]:
     """Run the layers from `start` to before `stop`.
 
-    They are unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
+    Unrolled: a scan over stacked weights is 2.4 to 3.8 times slower on a CPU and copies weights on a GPU.
     """
     turns = rotations(spec, context)
     mlp_norm = "attn_norm" if spec.residual == "parallel, one norm" else "mlp_norm"
@@ -356,7 +348,7 @@ def run_layers(
 
 
 def _columns(rows: Array, chosen: Array, width: int, number: int) -> Array:
-    """Return vectors of rows of images, [T, D]."""
+    """Return the vectors `number` of rows of images, [T, D]."""
     found = rows.at[chosen].get(mode="clip")
     return found if found.shape[1] == width else found[:, number * width : (number + 1) * width]
 
@@ -379,7 +371,7 @@ def _fused_sum(spec: Spec, weights: Arrays, layer: int, name: str, x: Array, inn
     assert context.fused is not None
     if context.layout.shards(_SUMMED[name]) == 1:
         return fused.product(spec, weights, context.fused, name, inner, residual=x)
-    # Each device has a partial sum; `x` is added once.
+    # Partial sums on each device; `x` is added once.
     return x + _row_parallel(inner, weights, name, partial(context.linear, layer), context.layout)
 
 
@@ -395,10 +387,7 @@ def final_norm(spec: Spec, params: Params[Array], x: Float[Array, "T D"]) -> Flo
 
 
 def head(spec: Spec, params: Params[Array], hidden: Float[Array, "R D"]) -> Float[Array, "R Vx"]:
-    """Return logits of this shard's vocabulary piece for normed `hidden`.
-
-    The first column is token `shard * Vx`; columns beyond the vocabulary are padding.
-    """
+    """Return logits of this shard's vocabulary piece for normed `hidden`; columns beyond the vocabulary are padding."""
     weight = params.top["embed" if spec.tie_embeddings else "head"]  # [Vx, D]
     with named_scope("logits"):
         return layers.softcap(scaled(layers.linear(hidden, weight), spec.logit_scale), spec.logit_softcap)
@@ -415,7 +404,7 @@ def scaled(x: Array, factor: float) -> Array:
 
 
 def norm(spec: Spec, weights: Arrays, name: str, x: Array) -> Array:
-    if name not in weights:  # the Spec has no such norm
+    if name not in weights:
         return x
     return layers.norm(x, weights[name], weights.get(f"{name}_bias"), spec.norm, spec.norm_eps)
 
@@ -454,13 +443,13 @@ def _attend(
         qkv = jnp.concatenate([*_qk_norm(spec, weights, q, k, context.layout), v], axis=1)
     rope = spec.ropes[layer]
     own = Heads(qkv, None, False) if rope is None else Heads(qkv, turns[rope], rope.is_interleaved)
-    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)  # [T, Hx, C]
+    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)
     return mixed.reshape(len(qkv), heads * spec.head_size)
 
 
 def _qk_norm(spec: Spec, weights: Arrays, q: Array, k: Array, layout: Layout) -> tuple[Array, Array]:
     powers: tuple[Array | None, Array | None] = (None, None)
-    if spec.qk_norm == "all heads":  # equally many on every shard (copied key heads too), so means can be averaged
+    if spec.qk_norm == "all heads":  # equally many on every shard, so means can be averaged
         squares = jnp.stack([jnp.mean(jnp.square(heads.astype(jnp.float32)), axis=(1, 2)) for heads in (q, k)])
         both = layout.mean(squares, "heads")  # [2, T]
         powers = (both[0, :, None, None], both[1, :, None, None])
@@ -521,7 +510,7 @@ def _run_mlp(spec: Spec, weights: Arrays, x: Array, linear: Callable[..., Array]
 
 
 def _row_parallel(x: Array, weights: Arrays, name: str, linear: Callable[..., Array], layout: Layout) -> Array:
-    # Summed in the activations' type, half the bytes of float32; the replicated bias is added after.
+    # In the activations' type: half the bytes of float32.
     total = layout.total(linear(name, x, weights[name]).astype(x.dtype), _SUMMED[name])
     bias = weights.get(f"{name}_bias")
     return total if bias is None else total + bias

@@ -1,9 +1,7 @@
 """EAGLE-3 heads: a decoder layer that drafts a target's next tokens (Li et al. 2025, "EAGLE-3").
 
 A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused, or the head's
-previous state. Written for one shard. A head may have a smaller vocabulary; logits are indexed by target ids.
-
-Letters: D is the head's width, V the target's vocabulary (Vx on one shard, padded).
+previous state. D is the head's width, V the target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ class Head:
     width: int  # target's
     vocab_size: int  # target's, V
     draft_vocab_size: int
-    aux_layers: tuple[int, ...]  # target layers whose inputs are fused, ascending; see `decoder.forward_with_aux`
-    norm_before_residual: bool = False  # the residual is the normed hidden state
+    aux_layers: tuple[int, ...]  # target layers whose inputs are fused, ascending
+    norm_before_residual: bool = False
     has_embedding: bool = False  # otherwise the target's is used
     has_names: bool = False  # draft ids are stored; otherwise the vocabulary's first ids
     fusion_norm: Literal["whole", "each"] | None = None  # before the fusion: of all states concatenated, or of each
@@ -88,14 +86,14 @@ def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) ->
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Look up token embeddings [T, D], without the target's scaling: the head normalizes."""
+    """Return token embeddings without the target's scaling."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)
 
 
 def fuse(head: Head, params: Params[Array], aux: tuple[Array, ...]) -> Float[Array, "T D"]:
-    """Fuse the target's hidden states, each [T, target width], in order of `aux_layers`."""
+    """Fuse the target's hidden states, each [T, target width]."""
     with named_scope("draft/fusion"):
         dtype, eps = params.top["fc"].dtype, head.spec.norm_eps
         if head.fusion_norm == "each":
@@ -110,7 +108,7 @@ def fuse(head: Head, params: Params[Array], aux: tuple[Array, ...]) -> Float[Arr
 def forward(
     head: Head, params: Params[Array], embedded: Float[Array, "T D"], hidden: Float[Array, "T D"], context: Context
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Run the layer; return the hidden states for the next pass, and for `logits`.
+    """Return the hidden states for the next pass, and for `logits`.
 
     `embedded` are the tokens one position after `hidden`; `context.attend` is called for layer 0.
     """
@@ -134,6 +132,6 @@ def logits(head: Head, params: Params[Array], hidden: Float[Array, "R D"], layou
         scores = decoder.scaled(layers.linear(hidden, params.top["head"]), head.spec.logit_scale)
         if not head.is_mapped:
             return scores
-        # Draft ids of a shard's tokens may lie on any shard.
+        # Draft ids of a shard's tokens may be on any shard.
         scores = layout.gathered(scores, "vocab", 1)
         return scores.at[:, params.top["draft_ids"]].get(mode="fill", fill_value=UNNAMED)

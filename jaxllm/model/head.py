@@ -1,4 +1,4 @@
-"""`Head`: the part of a pooling model after its last layer."""
+"""The part of a pooling model after its last layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Head(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A classifier's labels, one per number of the vector; () for embeddings."""
+        """The labels of a classifier, by number of the vector; () for embeddings."""
         ...
 
     @property

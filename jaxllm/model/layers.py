@@ -1,7 +1,4 @@
-"""Arithmetic of a decoder layer: products, norms, rotations.
-
-Norms and rotations compute in float32 and return the input's type; products accumulate in float32.
-"""
+"""Products, norms and rotations of a decoder layer; products accumulate in float32, the others compute in it."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def linear(x: Array, weight: Array | Quantized[Array], bias: Array | None = None
 
 
 def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Array:
-    """Return `rows` [T] of `table` [V, D] as `dtype`: [T, D]. Out of range rows are arbitrary."""
+    """Return `rows` [T] of `table` [V, D] as `dtype`. Out of range rows are arbitrary."""
     if isinstance(table, Quantized):
         found = Quantized(
             table.values.at[rows].get(mode="clip"),
@@ -44,10 +41,7 @@ def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Ar
 
 @partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
-    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016) over the last axis.
-
-    `power` replaces the mean square of the last axis.
-    """
+    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016); `power` replaces the mean square."""
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -61,7 +55,7 @@ def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float,
 
 
 def softcap(x: Array, cap: float | None) -> Array:
-    """Bound `x` smoothly to ±`cap`: cap · tanh(x / cap) (Riviere et al. 2024, §2); None leaves it unchanged."""
+    """Bound `x` smoothly to ±`cap` (Riviere et al. 2024, §2); None leaves it unchanged."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
@@ -89,7 +83,7 @@ def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
 
 
 def _yarn(frequencies: np.ndarray, scaling: YarnScaling, theta: float) -> np.ndarray:
-    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding: a ramp linear in the coordinate.
+    # github.com/jquesnelle/yarn, LlamaYaRNScaledRotaryEmbedding.
     pairs = len(frequencies)
 
     def coordinate(turns: float) -> float:
@@ -109,32 +103,26 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
         positions = positions[0]
     wide = positions.astype(jnp.float32)
     each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T  # of each pair
-    angles = each * inverse_frequencies(rope)  # [T, size / 2]
+    angles = each * inverse_frequencies(rope)
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
-    """Return relative position biases [H, length, length] from `table` [buckets, H].
-
-    Half the buckets are for keys after the query.
-    """
+    """Return relative position biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
     steps = np.arange(1 - length, length)  # key position minus query position
     half = buckets // 2
-    values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]  # [2 length - 1, H]
+    values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]
     places = jnp.arange(length)
     return values.T[:, places - places[:, None] + length - 1]
 
 
 def causal_bias(table: Array, buckets: int, distance: int) -> Array:
-    """Return relative position biases [H, distance + 1] of keys before the query, from `table` [buckets, H]."""
+    """Return relative position biases [H, distance + 1] of keys before the query."""
     return table[_buckets(np.arange(distance + 1), buckets, distance)].T
 
 
 def _buckets(steps: np.ndarray, count: int, distance: int) -> np.ndarray:
-    """Return the bucket of each step, of `count`: half are single steps, the others logarithmic ranges to `distance`.
-
-    Raffel et al. 2020, §2.1.
-    """
+    """Return the bucket of each step: half are single steps, others logarithmic ranges (Raffel et al. 2020, §2.1)."""
     exact = count // 2
     wide = np.maximum(steps, 1).astype(np.float32)
     far = np.log(wide / exact) / math.log(distance / exact) * (count - exact)

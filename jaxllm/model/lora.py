@@ -1,7 +1,7 @@
-"""LoRA adapters of the decoder, declared like its weights.
+"""LoRA adapters of the decoder, declared and sharded like its weights.
 
-Adds B·A·x to W·x (Hu et al. 2021). For a W of several parts, A concatenates their rows; B is separate per part and
-includes the scale. Both are sharded as W.
+Adds B·A·x to W·x (Hu et al. 2021). A concatenates the rows for all parts of W; B is separate per part and includes the
+scale.
 """
 
 from __future__ import annotations

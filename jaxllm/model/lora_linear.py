@@ -1,7 +1,6 @@
 """Products with a different LoRA adapter per row, for one shard of the axis "tp".
 
-Rows without adapter add exact zeros. Where A is sharded by columns (`out`, `down`), the all-reduce after the base
-product covers both. Further letters: r rank, U adapters.
+Where A is sharded by columns, the all-reduce after the base product covers both. r rank, U adapters.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ Pairs = tuple[Pair[Array], ...]  # one product, by adapter
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Implements `RowWeights` with LoRA adapters: each token's adapter adds to the products of its layers."""
+    """Implements `RowWeights` with LoRA adapters."""
 
     described: Adapter[jax.ShapeDtypeStruct]
-    joins: bool  # see `adapted_linear`
+    joins: bool
 
     def linear(self, sets: Sequence[Adapter[Array]], token_set: Array) -> Linear:
         return adapted_linear(sets, token_set, self.joins)
 
 
 def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joins: bool) -> Linear:
-    """Return `Linear` with adapters; `token_adapter`, int32[T], indexes `adapters`, U for none.
+    """Return `Linear` with adapters; `token_adapter`, int32[T], indexes `adapters`, U for no adapter.
 
-    `joins` concatenates all adapters' factors: fewer, larger products, faster on a GPU; on a CPU the copy costs more
-    than it saves (DECISIONS, "Adapters are arguments of a step").
+    `joins` concatenates all adapters' factors: faster on a GPU, not on a CPU (DECISIONS, "Adapters are arguments of a
+    step").
     """
 
     def linear(layer: int, name: str, *product: Any) -> Array:
@@ -51,7 +50,7 @@ def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joi
             delta = _delta(product[0], token_adapter, pairs, joins)
             if joins or not pallas_kernels.is_turned_on_a_cpu(product[0]):
                 return base + delta
-            # Add transposed, then transpose once: separate transposes took 2 ms of a step of 16 rows of the 0.5B shape.
+            # Separate transposes took 2 ms of a step of 16 rows of the 0.5B shape.
             return lax.optimization_barrier(base.T + delta.T).T
 
     return linear
@@ -72,8 +71,7 @@ def _delta(x: Array, token_adapter: Array, pairs: Pairs, joins: bool) -> Array:
         reduce(add, (_of_part(own, pair, part) for own, pair in zip(inner, pairs, strict=True)))
         for part in range(len(pairs[0].b))
     ]
-    # On a CPU, few rows are computed transposed (layers.py) and added so: transposing each took 8 ms of a step of 16
-    # rows of the 0.5B shape.
+    # Few rows are computed transposed on a CPU: transposing each took 8 ms of a step of 16 rows of the 0.5B shape.
     return outs[0] if len(outs) == 1 else jnp.concatenate([out.T for out in outs]).T
 
 

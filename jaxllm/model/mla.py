@@ -3,7 +3,7 @@
 Only a latent and one rotated key part per token are cached: queries are multiplied with the key matrix, heads attend to
 latents as in multi-query attention, and the result is multiplied with the value matrix.
 
-Letters: N plain and R rotated coordinates of a head, V of a value, K of a latent.
+N plain and R rotated coordinates of a head, V of a value, K of a latent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxllm.model.parameters import Comb, Part, Weight
 from jaxllm.model.spec import Latent, Rope, Spec
 from pallas_kernels import rotate
 
-_NORM_EPS = 1e-6  # of latent norms, independent of the model's (modeling_deepseek.py)
+_NORM_EPS = 1e-6  # of latent norms in modeling_deepseek.py
 
 
 def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
-    """Return the weights of a layer's attention, except the output product and the first norm."""
+    """Return a layer's weights, except the output product and the first norm."""
     heads, width = spec.num_heads, spec.width
     rows = heads * (latent.plain_size + latent.rope_size)
     keys, values = heads * latent.plain_size, heads * latent.value_size
@@ -33,7 +33,7 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
     weights = {
         "latent": Weight((short, width), (None, "width"), (Part("latent", short),), is_product=True),
         "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
-        # Interleaved by head in one tensor; separate here, so that products need no slices.
+        # In one tensor, by head; separate here, so that products need no slices.
         "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
         "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
     }
@@ -56,9 +56,8 @@ def project(
     rope: Rope,
     linear: Callable[..., Array],
 ) -> tuple[Array, Array]:
-    """Return queries [T, H, K + R] and the key [T, 1, K + R] for `x` [T, D].
-
-    The key's first K coordinates are the latent, also the value.
+    """Return queries [T, H, K + R] and the key [T, 1, K + R], whose first K coordinates are the latent, also the
+    value.
     """
     short = linear("latent", x, weights["latent"]).astype(x.dtype)  # [T, K + R]
     values = layers.norm(short[:, : latent.rank], weights["latent_norm"], None, "rms", _NORM_EPS)

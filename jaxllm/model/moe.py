@@ -1,11 +1,8 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
-Kernels replace the products of unquantized experts inside `pallas_kernels.fused_experts_by`, and the routing without
-groups inside `fused_topk_by`. Every shard holds a slice of every expert, or with expert parallelism whole experts
-("experts" of the layout) and computes their terms for all tokens. No token is dropped.
+Every shard holds a slice of every expert, or with expert parallelism whole experts. No token is dropped.
 
-Letters: E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n
-assignments.
+E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n assignments.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ Arrays = dict[str, Any]  # Arrays or Quantized by name
 # Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Up to this many tokens a GPU multiplies all with every expert: below about 200 the product is bound by reading
-# weights, and needs no sorting or loop.
+# Tokens up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
 _DENSE_TOKENS = 256
 
 
@@ -76,7 +72,7 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
 
 @partial(jax.jit, static_argnames=("spec", "experts", "layout"))
 def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout) -> Array:
-    """Return this shard's term of the experts' output for `x` [T, D]: float32 [T, D], to be summed over shards."""
+    """Return this shard's term of the experts' output, float32 [T, D], to be summed over shards."""
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
     if is_divided := layout.shards("experts") > 1:
@@ -95,11 +91,11 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
         )
         if experts.bias:
             bias = spread(_count(routed), chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
-            # Unless each shard has other experts, it is replicated: added by one shard.
+            # A replicated bias is added by one shard.
             total = total + (bias if is_divided else jnp.where(layout.index("feed_forward") == 0, bias, 0.0))
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
-        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
+        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])
         if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
         total = total + shared
@@ -136,13 +132,12 @@ def route(experts: Experts, weights: Arrays, x: Array) -> tuple[Array, Array]:
 
 
 def _on_shard(chosen: Array, count: int, layout: Layout) -> Array:
-    """Convert experts to numbers on this shard, which has `count`; `count` for those of other shards."""
+    """Convert experts to numbers on this shard, `count` for those of other shards."""
     own = chosen - layout.index("experts") * count
     return jnp.where((own >= 0) & (own < count), own, count)
 
 
 def _count(weights: Arrays) -> int:
-    """Return the number of experts on this shard."""
     return jax.tree.leaves(weights["expert_down"])[0].shape[0]
 
 
@@ -164,7 +159,7 @@ def by_kernel(
 ) -> Array:
     up_bias, down_bias = weights.get("expert_up_bias"), weights.get("expert_down_bias")
     is_divided = layout.shards("experts") > 1
-    if down_bias is not None and not is_divided:  # replicated: added by one shard
+    if down_bias is not None and not is_divided:
         down_bias = jnp.where(layout.index("feed_forward") == 0, down_bias, jnp.zeros_like(down_bias))
     return pallas_kernels.fused_experts(
         x,
@@ -194,8 +189,8 @@ def by_tiles(
 ) -> Array:
     """Sort assignments by expert and multiply tiles of one expert each: float32 [T, D].
 
-    Those of other shards' experts are last and in no tile. `skips` ends the loop after the last tile; otherwise it runs
-    for the worst case, so that a GPU need not synchronize.
+    Other shards' are in no tile. `skips` ends the loop after the last tile; otherwise it runs for the worst case, so
+    that a GPU need not synchronize.
     """
     tokens, width = x.shape
     total, count = chosen.size, _count(weights)  # N, E
@@ -240,7 +235,7 @@ def by_gathering(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen
 
 
 def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
-    """Multiply every token with every expert, with zero weights for those not chosen: float32 [T, D]."""
+    """Multiply every token with every expert, weighted by zero if not chosen: float32 [T, D]."""
     up, down = floats(weights["expert_up"], x.dtype), floats(weights["expert_down"], x.dtype)  # [E, 2 F, D], [E, D, F]
     bias = weights["expert_up_bias"].reshape(-1) if experts.bias else None
     inner = layers.linear(x, up.reshape(-1, x.shape[1]), bias).reshape(len(x), *up.shape[:2])  # [T, E, 2 F]
@@ -253,12 +248,12 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
 
 def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     count = _count(weights)
-    # A gathered expert is read, written and read again: worthwhile for up to a third of the experts.
+    # Gathering reads an expert twice and writes it: worthwhile for up to a third of the experts.
     if 3 * chosen.size <= count:
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:
         return by_all(spec, experts, weights, x, chosen, gates)
-    # One shard could have all assignments, so a loop for the worst case would be long: X times the average.
+    # One shard could have all assignments: a loop for the worst case would be X times the average.
     return by_tiles(spec, experts, weights, x, chosen, gates, skips=count < experts.count)
 
 
@@ -272,7 +267,7 @@ def _gated(spec: Spec, experts: Experts, inner: Array) -> Array:
 
 
 def spread(count: int, chosen: Array, gates: Array) -> Array:
-    """Return the weights over `count` experts, [T, E], zero if not chosen."""
+    """Return weights over `count` experts, [T, E], zero if not chosen."""
     is_chosen = chosen[:, :, None] == jnp.arange(count)  # [T, n, E]
     return jnp.sum(jnp.where(is_chosen, gates[:, :, None], 0.0), axis=1)
 

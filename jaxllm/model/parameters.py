@@ -1,4 +1,4 @@
-"""Declarations of weights: shape, sharding, and the checkpoint tensors they consist of."""
+"""Declarations of weights: shape, sharding, and checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Part:
 class Scheme:
     """A quantization scheme.
 
-    `group` columns of a row share a scale; None: all columns on a device. `rounds_rows`: activations are rounded to 8
-    bits too.
+    `group` columns of a row share a scale; None: all columns on a device. `rounds_rows`: activations have 8 bits too.
     """
 
     kind: Kind = "int8"
@@ -53,9 +52,8 @@ class Weight:
     """An array: shape, logical axis of each dimension (see sharding.py), parts.
 
     Parts are ordered by shard ([q_0, k_0, v_0, q_1, k_1, v_1, ...]), so that splitting axis 0 gives each shard its
-    piece of every part. `stack` experts are stacked along axis 0, with parts of one expert. `initial` is the
-    random-model initializer; `is_wide` weights are always float32. `is_product` matrices receive a `scheme` under
-    quantization.
+    piece of every part. `stack` experts are stacked along axis 0, with parts of one. `is_wide` weights are always
+    float32. `is_product` matrices receive a `scheme` under quantization.
     """
 
     shape: tuple[int, ...]
@@ -72,7 +70,6 @@ class Weight:
 
     @property
     def one(self) -> tuple[int, ...]:
-        """Return the shape without the expert axis."""
         return self.shape if self.stack is None else self.shape[1:]
 
     @property

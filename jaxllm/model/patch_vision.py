@@ -1,10 +1,8 @@
 """Vision towers for images of any size (Qwen2.5-VL, Bai et al. 2025; Qwen3-VL).
 
 A token is a square of merged patches. Some layers attend within square windows of tokens: patches are in the order of
-windows, and each block of them attends to itself and both neighbors, where the rest of its windows is. The last patches
-of a program are padding, in no window. Weights are replicated over the devices of a `Layout`.
-
-Letters: N patches, D width of the tower, H heads, C head size, E width of the decoder.
+windows, and each block of them attends to itself and both neighbors, which hold the rest of its windows. The last
+patches are padding, in no window. N patches, D width of the tower, E width of the decoder.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from pallas_kernels import rotate
 
 SMALLEST = 64  # tokens of the smallest program
 _NOWHERE = -1  # window of padding
-_SCORES = 1 << 26  # of attention at once, in numbers: 256 MB
+_SCORES = 1 << 26  # most of attention at once: 256 MB
 
 
 @dataclass(frozen=True)
@@ -45,17 +43,17 @@ class PatchVisionSpec:
     num_heads: int
     num_layers: int
     ffn_width: int
-    out_width: int  # of the decoder
+    out_width: int
     norm: NormKind
     norm_eps: float
     activation: Activation
-    is_gated: bool  # feed-forwards
+    is_gated: bool
     patch_bias: bool
-    theta: float = 10000.0  # of rotary positions in two dimensions
-    window: int = 0  # tokens of a window's side; 0: every layer attends to the whole image
-    full_layers: tuple[int, ...] = ()  # layers without windows
-    positions: int = 0  # side of the grid of learned positions, which are interpolated; 0: none
-    deep_layers: tuple[int, ...] = ()  # layers after which further embeddings are taken (DeepStack)
+    theta: float = 10000.0
+    window: int = 0  # tokens of a window's side; 0: the whole image
+    full_layers: tuple[int, ...] = ()
+    positions: int = 0  # side of the grid of learned positions; 0: none
+    deep_layers: tuple[int, ...] = ()  # after which further embeddings are taken (DeepStack)
 
     @property
     def row_width(self) -> int:
@@ -63,16 +61,14 @@ class PatchVisionSpec:
 
     @property
     def merged(self) -> int:
-        """Return the patches of a token."""
         return self.merge**2
 
     @property
     def block(self) -> int:
-        """Return the patches of a whole window."""
         return self.window**2 * self.merged
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Double from `SMALLEST`, with two sizes per doubling from 256 to 2,048; multiples of it and of a window."""
+        """Return multiples of `SMALLEST` and of a window, doubling, with two per doubling from 256 to 2,048."""
         found, size, unit = set(), SMALLEST, math.lcm(SMALLEST, max(1, self.window**2))
         while size < most:
             found |= {size, size + size // 2} if 256 <= size < 2048 else {size}
@@ -174,7 +170,7 @@ def _merged(spec: PatchVisionSpec, top: dict[str, Any], name: str, x: Array) -> 
 
 
 def _interpolated(spec: PatchVisionSpec, table: Array, places: Array) -> Array:
-    """Return learned positions, interpolated linearly from their grid, whose corners are those of the image."""
+    """Return learned positions, interpolated linearly from a grid with the corners of the image."""
     side, axes = spec.positions, []
     for place in (places[:, 0], places[:, 1]):
         at = place.astype(jnp.float32) * (side - 1) / jnp.maximum(place.max(), 1)  # padding is at 0
@@ -205,7 +201,6 @@ def _layer(
     turn: tuple[Array, Array],
     windows: Array,
 ) -> Array:
-    """Traced once for all layers of a kind."""
     qkv = linear(weights, "qkv", _normed(spec, weights, "attn_norm", x))
     q, k, v = jnp.moveaxis(qkv.reshape(len(x), 3, spec.num_heads, -1), 1, 0)  # [N, H, C] each
     q, k = rotate(q, *turn, False), rotate(k, *turn, False)
@@ -219,7 +214,7 @@ def _layer(
 
 
 def _attend_to_all(q: Array, k: Array, v: Array, windows: Array) -> Array:
-    """Attend to all patches but padding, for a part of the queries at a time."""
+    """Attend to all patches but padding, in parts of the queries."""
     count, heads, size = q.shape
     most = max(1, _SCORES // (heads * count))
     step = next(each for each in range(min(most, count), 0, -1) if count % each == 0)

@@ -1,7 +1,4 @@
-"""Poolers of embedding and classification models: selected hidden states, then dense layers.
-
-Further letters: W outputs.
-"""
+"""Poolers of embedding and classification models: selected hidden states, then dense layers of W outputs."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ Activation = Elementwise | Literal["tanh"]
 
 @dataclass(frozen=True)
 class Dense:
-    """A dense layer, optionally with activation and layer norm.
-
-    `stem` and `norm_stem` are tensor name prefixes, preceded by a folder and "/" if in one.
-    """
+    """A dense layer, optionally with activation and layer norm. Stems are tensor name prefixes."""
 
     size: int
     bias: bool = True
@@ -51,8 +45,8 @@ class Pooler:
     layers: tuple[Dense, ...] = ()
     labels: tuple[str, ...] = ()
     activation: Literal["softmax", "sigmoid", "none"] = "none"  # of a classifier, on the host
-    normalize: bool = True  # default for requests, on the host
-    dimensions: tuple[int, ...] | None = None  # lengths to which embeddings may be cut; (): any; None: not
+    normalize: bool = True  # default for requests
+    dimensions: tuple[int, ...] | None = None  # see `Head.dimensions`
 
     def size(self, width: int) -> int:
         return self.layers[-1].size if self.layers else width
@@ -62,7 +56,6 @@ class Pooler:
         return self.pooling == "last"
 
     def declare(self, width: int) -> dict[str, Weight]:
-        """Return the dense layers' weights, float32 and replicated."""
         weights: dict[str, Weight] = {}
         for number, dense in enumerate(self.layers):
             name = f"pool_{number}"

@@ -1,7 +1,4 @@
-"""`Quantized`, a matrix of quantized numbers with scales: description, and quantization on devices.
-
-If the input axis is sharded, each device has scales for its columns.
-"""
+"""Matrices of quantized numbers with scales."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from pallas_kernels.linear.numbers import FLOAT4, PACKED, dequantized, packed
 
 Leaf = TypeVar("Leaf")
 
-_LEAST = 1e-30  # lower bound of a group's maximum
+_LEAST = 1e-30
 _BETWEEN = tuple((low + high) / 2 for low, high in itertools.pairwise(FLOAT4))
 _VALUES: dict[Kind, Any] = {
     **{"int8": jnp.int8, "float8": jnp.float8_e4m3fn},
@@ -40,8 +37,8 @@ _VALUES: dict[Kind, Any] = {
 class Quantized(Generic[Leaf]):
     """A quantized matrix [out, in] for `pallas_kernels.linear`: values [out, in], or [out, in / 2] with two per byte.
 
-    `scales` [G, out] for G groups of columns (G devices, if each has one). `zeros` [G, out], optional, are subtracted
-    before scaling. Experts add a leading axis E.
+    `scales` [G, out] for G groups of columns (G devices, if each has one). `zeros` [G, out] are subtracted before
+    scaling. Experts add a leading axis E.
     """
 
     values: Leaf
@@ -51,10 +48,7 @@ class Quantized(Generic[Leaf]):
 
 
 def fitted(scheme: Scheme, weight: Weight, layout: Layout) -> Scheme:
-    """Return the scheme with groups that divide a device's columns.
-
-    A stored group that does not is split into groups of equal scale.
-    """
+    """Return the scheme with groups that divide a device's columns, stored ones split into groups of equal scale."""
     columns = weight.shape[-1] // layout.shards(weight.axes[-1])
     if columns % 2 and scheme.kind in PACKED:
         raise UserError(
@@ -82,7 +76,7 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the last two axes, as a matrix's scales do."""
+    """Exchange the last two axes."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 
@@ -142,7 +136,7 @@ def _quantizer(scheme: Scheme, axes: tuple[str | None, ...], layout: Layout) -> 
 
 
 def floats(weight: Any, dtype: Any) -> Array:
-    """Dequantize a `Quantized`, or a stack of them, to `dtype`; return arrays unchanged."""
+    """Dequantize a `Quantized`, or a stack of them; return arrays unchanged."""
     if not isinstance(weight, Quantized):
         return weight
     one = partial(dequantized, kind=weight.scheme.kind, dtype=dtype)

@@ -18,23 +18,22 @@ from jaxllm.errors import UserError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
-PIPELINE = "pp"  # the mesh axis of pipeline stages
+PIPELINE = "pp"
 
-# Megatron's division (Shoeybi et al. 2019): heads, feed-forward and vocabulary are split, the residual stream is
-# replicated. Two all-reduces per layer. Expert parallelism divides "experts"; otherwise each expert's width is split
-# ("expert_width", as feed_forward).
+# Megatron's division (Shoeybi et al. 2019): two all-reduces per layer, of a replicated residual stream. Expert
+# parallelism divides "experts", otherwise each expert's width is split.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
 }
-_WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})  # never divided
+_WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})
 
 
 class Division(NamedTuple):
     """The layers of pipeline stages, see stages.py."""
 
     bounds: tuple[int, ...] = ()  # the first layer of each stage, then the number of layers; (): no stages
-    leading: int = 0  # layers of the first stage without counterpart in others, which begin like the layers after them
+    leading: int = 0  # layers of the first stage without counterpart in others
 
 
 NO_STAGES = Division()
@@ -44,9 +43,8 @@ NO_STAGES = Division()
 class Layout:
     """A mesh, and the mesh axis of each logical axis; None: replicated.
 
-    `division` gives each place of the mesh axis `PIPELINE` some of the layers; by default every device has all layers.
-
-    Collectives require `shard_map`; those of a single shard are omitted, since XLA would keep them and split fusions.
+    `division` gives each place of the mesh axis `PIPELINE` some of the layers. Collectives require `shard_map`; those
+    of a single shard are omitted, since XLA would keep them and split fusions.
     """
 
     mesh: Mesh | AbstractMesh
@@ -83,7 +81,7 @@ class Layout:
 
     @property
     def unstaged(self) -> Layout:
-        """Return the layout of a model with all layers on every device, such as a draft model."""
+        """Return the layout with all layers on every device, as of a draft model."""
         return replace(self, division=NO_STAGES)
 
     def of_layer(self, layer: int | None) -> Layout:
@@ -97,7 +95,6 @@ class Layout:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process has one of the devices."""
         return any(device.process_index == jax.process_index() for device in self.devices)
 
     def axis(self, name: str | None) -> Axis:
@@ -138,7 +135,7 @@ class Layout:
         return lax.all_gather(x, self.axis(name), axis=dimension, tiled=True)
 
     def with_copies(self, name: str | None, copies: int) -> Layout:
-        """Return a layout in which `copies` adjacent shards of a logical axis hold the same piece."""
+        """Return a layout in which `copies` adjacent shards of an axis hold the same piece."""
         if copies == 1:
             return self
         assert isinstance(self.mesh, Mesh)
@@ -163,7 +160,7 @@ def _names(axis: Axis) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
-UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # one device, without `shard_map`
+UNDIVIDED = Layout(AbstractMesh((), ()), dict.fromkeys(RULES))  # without `shard_map`
 
 
 @functools.cache
@@ -177,10 +174,10 @@ def make_layout(
     divides_experts: bool = False,
     division: Division = NO_STAGES,
 ) -> Layout:
-    """Return a layout that divides axes over the first devices; raise UserError if there are too few.
+    """Return a layout that divides axes over the first devices; raise UserError if too few exist.
 
-    With a `division` each stage has `tensor_parallel_size` adjacent devices, and the vocabulary is divided among all
-    devices, so that none idles while logits are computed.
+    With a `division` each stage has adjacent devices, and the vocabulary is divided among all devices, so that none
+    idles while logits are computed.
     """
     bounds = division.bounds
     count = tensor_parallel_size * max(1, len(bounds) - 1)

@@ -1,7 +1,4 @@
-"""`Spec`: the sizes and options of a decoder, which determine its weights and computation.
-
-Hashable, so usable as static arguments of compiled programs.
-"""
+"""The sizes and options of a decoder. Hashable."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ class BandScaling:
 class YarnScaling:
     """YaRN (Peng et al. 2023): fast coordinates kept, slow ones divided by `factor`.
 
-    Fast is `fast` or more turns in `original_max_position` tokens, slow is `slow` or fewer; a linear ramp over
-    coordinates between, with integer ends if `is_truncated`.
+    Fast is `fast` or more turns in `original_max_position` tokens, slow is `slow` or fewer; a linear ramp between, with
+    integer ends if `is_truncated`.
     """
 
     factor: float
@@ -67,30 +64,30 @@ class Rope:
     scaling: LinearScaling | BandScaling | YarnScaling | PairScaling | None = None
     amplitude: float = 1.0  # of cosine and sine
     is_interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + size / 2)
-    axes: tuple[int, ...] = ()  # of positions in several dimensions: each pair's one (Wang et al. 2024, M-RoPE)
+    axes: tuple[int, ...] = ()  # each pair's dimension of positions (Wang et al. 2024, M-RoPE)
 
 
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: each token uses its `per_token` best-scored experts, weighted by score."""
 
-    layers: tuple[bool, ...]  # layers with experts; others are dense
+    layers: tuple[bool, ...]  # others are dense
     count: int  # E
     per_token: int
-    ffn_width: int  # per expert
+    ffn_width: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
     is_normalised: bool = False  # chosen scores are divided by their sum
-    scale: float = 1.0  # of chosen scores
+    scale: float = 1.0
     router_bias: bool = False
-    choice_bias: bool = False  # a stored bias per expert, for the choice only
-    groups: int = 1  # of adjacent experts; experts are chosen from the best groups only
+    choice_bias: bool = False  # a bias per expert, for the choice only
+    groups: int = 1  # of adjacent experts; experts are chosen from the best groups
     groups_per_token: int = 1
     group_best: int = 1  # a group's score is the sum of this many best experts
     bias: bool = False
     clamp: float | None = None  # gate <= clamp, |up| <= clamp, then gate · σ(α gate) · (up + 1)
     clamp_slope: float = 1.702  # α
-    shared_width: int = 0  # feed-forward used by every token
-    shared_gate: bool = False  # weighted by a sigmoid gate
+    shared_width: int = 0  # of a feed-forward used by every token
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,9 +99,9 @@ class Latent:
     """
 
     rank: int
-    q_rank: int | None  # latent size of queries; None: a single product
-    plain_size: int  # unrotated coordinates per head
-    rope_size: int  # rotated coordinates
+    q_rank: int | None  # None: a single product
+    plain_size: int  # unrotated, per head
+    rope_size: int
     value_size: int
 
 
@@ -119,9 +116,9 @@ class Spec:
     head_size: int
     ffn_width: int
     vocab_size: int
-    max_position: int  # context length
-    windows: tuple[int | None, ...]  # per layer, None: full; a query at p attends to p - window + 1 .. p
-    ropes: tuple[Rope | None, ...]  # per layer, None: not rotated
+    max_position: int
+    windows: tuple[int | None, ...]  # None: full; a query at p attends to p - window + 1 .. p
+    ropes: tuple[Rope | None, ...]  # None: not rotated
     attention_scale: float  # before the soft cap
     norm: NormKind = "rms"  # "rms+1": weights are stored minus one
     norm_bias: bool = False
@@ -129,10 +126,10 @@ class Spec:
     # "post": before the residual addition; "sandwich": both; "after": after it
     norm_place: NormPlace = "pre"
     residual: Residual = "serial"  # "parallel": attention and feed-forward read the same input
-    residual_scale: float = 1.0  # of attention and feed-forward outputs
+    residual_scale: float = 1.0
     qk_norm: QkNorm | None = None  # before rotation; "own per head": separate weights
     qkv_bias: bool = False
-    key_bias: bool = True  # of keys too, with `qkv_bias`
+    key_bias: bool = True
     out_bias: bool = False
     mlp_bias: bool = False
     learned_positions: bool = False
@@ -148,23 +145,19 @@ class Spec:
     embed_scale: float = 1.0
     tie_embeddings: bool = False
     is_causal: bool = True  # False: bidirectional, with windows to both sides
-    embed_norm: bool = False  # after the embedding; with "pre", replaces the first attention norm
+    embed_norm: bool = False  # with "pre", replaces the first attention norm
     final_norm: bool = True
-    token_types: int = 0  # rows of the segment embedding, for text pairs
-    keeps_first_norm: bool = False  # with `embed_norm` and "pre": the first layer has its attention norm too
-    cross: bool = False  # each layer attends to an encoder's output after its own attention
+    token_types: int = 0  # rows of the segment embedding
+    keeps_first_norm: bool = False  # the first layer has its attention norm despite `embed_norm`
+    cross: bool = False
     relative_buckets: int = 0  # T5's relative position biases
     relative_distance: int = 128  # distances beyond share a bucket
 
     @property
     def has_axes(self) -> bool:
-        """Return whether rotary positions have several dimensions."""
         return any(rope is not None and rope.axes for rope in self.ropes)
 
 
 def heads_per_shard(spec: Spec, shards: int) -> tuple[int, int]:
-    """Return the query heads and KV heads per device.
-
-    With more shards than KV heads, adjacent shards hold copies, so the cache has `shards` heads.
-    """
+    """Return the query heads and KV heads per device; with more shards than KV heads, adjacent shards hold copies."""
     return spec.num_heads // shards, max(1, spec.num_kv_heads // shards)

@@ -1,6 +1,6 @@
-"""The first layers of an encoder of sound: two convolutions over a spectrogram, as Whisper's (Radford et al. 2022).
+"""Two convolutions over a spectrogram, the first layers of Whisper's encoder (Radford et al. 2022).
 
-Their weights are replicated over the devices. Letters: M mel bands, F frames, D width.
+M mel bands, F frames.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
-The arrays of layers with the same place in their stages are one array, stacked along its first axis, which the mesh
-axis `PIPELINE` divides. So each device sees the arrays of a model with fewer layers, `of_one`. Later stages may have
-fewer layers, and zeros in places without one.
+The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
+`PIPELINE` divides, so each device sees the arrays of a model with fewer layers. Places without a layer have zeros.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from jaxllm.model.spec import Spec
 def divide(spec: Spec, count: int) -> Division:
     """Divide the layers among `count` stages; raise UserError if that is impossible.
 
-    All devices run the same program, so layers with the same place in their stages have the same kind: window,
-    rotation, experts. Layers that repeat are divided in whole periods. First layers that differ from the others, such
-    as DeepSeek's without experts, have places that only the first stage fills.
+    All devices run the same program, so layers with the same place have the same kind: window, rotation, experts.
+    Layers that repeat are divided in whole periods. First layers that differ, such as DeepSeek's dense ones, have
+    places that only the first stage fills.
     """
     if count == 1:
         return NO_STAGES
     experts = spec.experts.layers if spec.experts else (False,) * spec.num_layers
     kinds = [*zip(spec.windows, spec.ropes, experts, strict=True)]
-    for leading in range(1 + spec.num_layers // (count + 1)):  # no more than a stage has others
+    for leading in range(1 + spec.num_layers // (count + 1)):
         others = kinds[leading:]
         period = _period(others)
         units = -(-len(others) // period)
@@ -68,7 +67,7 @@ def place_of(layer: int, layout: Layout) -> tuple[int, int]:
 
 
 def of_one(spec: Spec, layout: Layout) -> Spec:
-    """Return the model that each stage computes, as far as it has these layers."""
+    """Return the model that each stage computes."""
     if not layout.bounds:
         return spec
     count = ends(layout)[0]
@@ -82,7 +81,7 @@ def stack(tree: Any, layout: Layout) -> Any:
 
 
 def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Describe the arrays of all layers by their places in stages; raise UserError if the arrays of a place differ."""
+    """Describe the arrays of all layers by place; raise UserError if those of a place differ."""
     if not layout.bounds:
         return tuple(layers)
     places = tuple(layers[: ends(layout)[0]])
@@ -101,9 +100,8 @@ def describe(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Join the arrays of layers, each on the devices of its stage, without copying them.
-
-    Those on other processes' devices are descriptions.
+    """Join the arrays of layers, each on the devices of its stage, without copying. Other processes' are
+    descriptions.
     """
     if not layout.bounds:
         return tuple(layers)
@@ -113,14 +111,14 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Return what belongs to the place of each layer."""
+    """Return the element of `places` for each layer."""
     if not layout.bounds:
         return tuple(places)
     return tuple(places[place_of(layer, layout)[1]] for layer in range(layout.bounds[-1]))
 
 
 def on_others(array: Array | None, here: Layout) -> dict[Any, Array]:
-    """Return an array's pieces by device, without those of one stage's devices; {} without an array."""
+    """Return an array's pieces by device, without those of one stage's devices."""
     if array is None:
         return {}
     own = set(here.devices)
@@ -134,7 +132,6 @@ def with_others(array: Array, others: dict[Any, Array], layout: Layout) -> Array
 
 
 def join_on_host(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Join NumPy arrays of layers."""
     if not layout.bounds:
         return tuple(layers)
 
@@ -171,7 +168,7 @@ def _joined(layout: Layout, *arrays: Array | jax.ShapeDtypeStruct) -> Array:
 
 
 def _of_pieces(layout: Layout, one: Array | jax.ShapeDtypeStruct, held: dict[Any, Array]) -> Array:
-    """Return the array of all stages from pieces by device, and zeros; `one` is that of a stage."""
+    """Join pieces by device, and zeros, into the array of all stages; `one` is a stage's."""
     assert isinstance(layout.mesh, Mesh) and isinstance(one.sharding, NamedSharding)
     piece = one.sharding.shard_shape(one.shape)
     for device in layout.devices:

@@ -1,4 +1,4 @@
-"""`Tower`: the interface of vision towers, for the program that encodes an image."""
+"""The interface of vision towers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Arranged(NamedTuple):
     """An image as a tower's program takes it."""
 
     arrays: tuple[np.ndarray, ...]
-    order: np.ndarray | None  # of the image's tokens in the result, int[tokens]; None: their own
+    order: np.ndarray | None  # of the image's tokens in the result, int[tokens]; None: unchanged
 
 
 @runtime_checkable
 class Tower(Protocol):
-    """A vision tower with its projector: static settings, from which its weights and programs follow."""
+    """A vision tower with its projector: static settings."""
 
     @property
     def row_width(self) -> int:
-        """Return the numbers of a token: its embedding, and what is added after the decoder's first layers."""
+        """Return the numbers of a token: its embedding, and the vectors added after the decoder's first layers."""
         ...
 
     def declare(self) -> Params[Weight]:
@@ -37,7 +37,7 @@ class Tower(Protocol):
         ...
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
-        """Return the shapes and types of the arrays that describe an image to the program of a size."""
+        """Return the shapes and types of an image's arrays for the program of a size."""
         ...
 
     def arrange(self, image: Prepared, size: int) -> Arranged:

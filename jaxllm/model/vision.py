@@ -1,7 +1,6 @@
 """Vision transformers with a projector to the decoder's width: CLIP (Radford et al. 2021), SigLIP (Zhai et al. 2023).
 
-Its weights are replicated over the devices of a `Layout`. Letters: N patches of an image (and its class token), D width
-of the tower, H heads, C head size.
+Replicated over devices. N patches of an image (and its class token), D width of the tower.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class VisionSpec:
     features: tuple[int, ...]  # numbers of layers after which states are taken, concatenated
     norm_eps: float
     activation: Activation
-    has_class: bool  # the first token is a class token; `drops_class`: it is dropped
+    has_class: bool
     drops_class: bool
-    pre_norm: bool  # a norm before the first layer
+    pre_norm: bool
     patch_bias: bool
     out_width: int  # of the decoder
     projector_activation: Activation = "gelu"
@@ -57,7 +56,6 @@ class VisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Embeddings of an image."""
         return self.num_patches + (self.has_class and not self.drops_class)
 
     @property
@@ -82,7 +80,6 @@ class VisionSpec:
 
 
 def declare(spec: VisionSpec) -> Params[Weight]:
-    """Return the weights; matrices are [out, in]."""
     width, tokens = spec.width, spec.num_patches + spec.has_class
     top = {
         "patches": Weight((width, 3, spec.patch, spec.patch), (None,) * 4, (Part("patches", width),)),
@@ -119,7 +116,6 @@ def matrix_weights(name: str, rows: int, columns: int, bias: bool = True) -> dic
 
 
 def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N E"]:
-    """Return an image's embeddings for the decoder."""
     with named_scope("vision_tower"):
         states = tower(spec, params, pixels)
         if spec.drops_class:
@@ -150,7 +146,6 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
 
 @partial(jax.jit, static_argnames=("spec",))
 def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
-    """Traced once for all layers."""
     normed = _normed(spec, weights, "attn_norm", x)
     q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
     scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)

@@ -1,1 +1,1 @@
-"""Run the compiled programs: pack a plan, choose a program, keep the device's state, read results."""
+"""Pack a plan, choose a compiled program, keep the device's state, read results."""

@@ -1,7 +1,4 @@
-"""Compiles all programs of a model into a folder in advance: `jaxllm compile`.
-
-Needs config.json and the device, no weights.
-"""
+"""Compile all programs of a model into a folder in advance: `jaxllm compile`."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from jaxllm.setup.model_setup import describe_programs, prepare
 
 
 def compile_ahead(config: EngineConfig, folder: Path, progress: bool = False) -> int:
-    """Compile every program into `folder` and write their manifest; return their number.
-
-    Replaces an older manifest of this model.
-    """
+    """Compile every program into `folder`, without weights, with a manifest; return their number."""
     config = replace(config, precompile="all", compilation_cache_dir=str(folder))
     setup = prepare(config, needs_weights=False)
     folder.mkdir(parents=True, exist_ok=True)

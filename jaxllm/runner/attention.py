@@ -1,7 +1,4 @@
-"""Attention of a step: writes keys and values to the cache and reads it by block tables.
-
-Traced inside the step. Letters: T flat tokens, R rows, Y tiles, M blocks per slot.
-"""
+"""Attention of a step over the paged cache; traced inside the step. Y tiles, M blocks per slot."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ from jaxllm.runner.batch import Shape
 from jaxllm.setup.kv_cache import Geometry, KvLayer
 from pallas_kernels import Choice
 
-# Functions shared by layers and programs are jitted separately, here, in sampler.py and in model/, so that JAX traces
-# them once; XLA inlines them. Two programs of the 0.5B shape, 24 layers, are traced in 1.1 s instead of 4.3 s; with
-# experts in 1.4 instead of 4.9 s (DECISIONS, "A step is traced in shared pieces").
+# Jitted separately, so that JAX traces them once: two programs of 24 layers in 1.1 s, else 4.3 (DECISIONS, "A step is
+# traced in shared pieces").
 _write_kv = jax.jit(pallas_kernels.write_kv, static_argnames=("is_interleaved", "float8", "implementation"))
 _SETTINGS = ("scale", "window", "softcap", "value_size", "float8", "implementation")
 _paged_decode = jax.jit(pallas_kernels.paged_decode, static_argnames=(*_SETTINGS, "batch_invariant"))
@@ -42,12 +38,9 @@ def attention(
     positions: jax.Array,
     bias: jax.Array | None = None,
 ) -> decoder.Attend:
-    """Return the function that writes a layer's keys and values to `kv`, then attends.
-
-    `bias` is that of all layers, see `pallas_kernels.paged_decode`.
-    """
+    """Return the function that writes a layer's keys and values to `kv`, then attends."""
     size, groups = geometry.block_size, geometry.num_groups
-    # Padding has distinct indices out of bounds, because the scatter assumes unique ones.
+    # Distinct indices out of bounds: the scatter assumes unique ones.
     nowhere = [geometry.array_blocks(group) + jnp.arange(shape.tokens) for group in range(groups)]
     columns = [positions // size]
     if groups > 1:
@@ -56,8 +49,8 @@ def attention(
     is_real = slots < geometry.num_slots
     stored_in = [jnp.where(is_real, own, other) for own, other in zip(blocks, nowhere, strict=True)]
     offsets = positions % size
-    is_deterministic = not shape.tiles and not shape.is_decode  # only deterministic mode has such shapes
-    # Tokens of `paged_decode`: all, or the first R, of which it computes the decode rows.
+    is_deterministic = not shape.tiles and not shape.is_decode  # only in deterministic mode
+    # All tokens, or the first R, which include the decode rows.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
     alone_tables = _by_group(tables.at[slots[alone]].get(mode="clip"), geometry)  # [T or R, M] each
     lengths = jnp.where(is_real, positions + 1, 0)
@@ -132,7 +125,7 @@ def cross_attention(
     sources: jax.Array,
     slots: jax.Array,
 ) -> decoder.Cross:
-    """Return the function that attends to each token's source: `sources` as `DeviceState.sources`."""
+    """Return the function that attends to each token's source; `sources` as in `DeviceState`."""
     own = sources.at[slots].get(mode="clip")
     lengths, tables = jnp.where(slots < geometry.num_slots, own[:, 0], 0), own[:, 1:]
 

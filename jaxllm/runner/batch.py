@@ -1,10 +1,9 @@
 """The input of a step, one packed int32 buffer, and the table of program sizes. Pure.
 
 A *decode* step has one token per row, already on the device. A *ragged* step is a flat run of tokens: decode rows, then
-prompt chunks, cut into tiles for attention except in deterministic mode.
+prompt chunks, cut into tiles except in deterministic mode.
 
-Letters: T flat tokens, R rows, Y tiles, U block-table entries, S slots, P tokens per block, F numbers of a sampling
-row.
+Y tiles, U block-table entries, F numbers of a sampling row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Plan
 
-# In int32: 128 bytes. Triton kernels need the address of a field in the buffer to be a multiple of 16.
+# int32 numbers: Triton needs addresses that are multiples of 16 bytes.
 ALIGNMENT = 32
 TILE = 32  # queries of a sequence that attend together
 MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before the words of the mask
@@ -34,12 +33,12 @@ class Shape:
     tiles: int  # Y, 0 if tokens attend one by one; of an encoder: bins
     entries: int  # U
     sampling_fields: int  # F; 0 in a decode program
-    bin_tokens: int = 0  # of an encoder, see encoder_batch.py
-    adapters: int = 0  # most distinct ones
-    # K: drafts per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
+    bin_tokens: int = 0
+    adapters: int = 0
+    # K per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
-    media: int = 0  # rows of images' embeddings, of ragged programs of models with images
-    axes: int = 0  # dimensions of rotary positions, if these are not places in the sequence; 1 in a decode program
+    media: int = 0  # rows of embeddings
+    axes: int = 0  # of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
     def sampled(self) -> int:
@@ -47,7 +46,7 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row is one token that was sampled on the device."""
+        """Whether every row is one token, already on the device."""
         return self.sampling_fields == 0 and not self.bin_tokens
 
     def __str__(self) -> str:
@@ -63,7 +62,7 @@ class Extent(NamedTuple):
 
     tokens: int
     rows: int
-    tiles: int  # of prompt chunks; 0: a decode step
+    tiles: int  # 0: a decode step
     adapters: int = 0
     proposes: bool = False
 
@@ -71,9 +70,8 @@ class Extent(NamedTuple):
 def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> list[Shape]:
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
-    On a GPU 2, 16 and 64, then two per doubling: small steps take as long as reading the weights, and padding costs 1 %
-    of all decode steps, 8 % of the worst (H100). All tables are the coarsest with less than 12 % of padding, on a GPU
-    of its time (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
+    On a GPU 2, 16 and 64, then two per doubling. All tables are the coarsest with less than 12 % of padding
+    (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -105,7 +103,7 @@ def ragged_shapes(
 ) -> list[Shape]:
     """Return the ragged programs: 16, 32 and 64 tokens, then two sizes per doubling, up to the token budget.
 
-    With a budget above 1,024 four per doubling from 128 to 1,024, where most steps are. On a GPU 64 and 256, then two.
+    Above 1,024 four per doubling from 128 to 1,024, where most steps are. On a GPU 64 and 256, then two.
     """
     if platform == "cpu":
         sizes = _sizes(16, max_tokens, {64: 2, 128: 4, 1024: 2} if max_tokens > 1024 else {64: 2})
@@ -127,10 +125,9 @@ def ragged_shapes(
 
 
 def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fields: int, drafts: int = 0) -> Shape:
-    """Return the ragged program of deterministic mode, which holds every plan and has no tiles.
+    """Return the only ragged program of deterministic mode, without tiles.
 
-    A product's bits depend on its number of rows, tiled attention's on the start of chunks; here a token's bits depend
-    only on the tokens before it.
+    A product's bits depend on its number of rows, tiled attention's on the start of chunks.
     """
     return Shape(
         tokens=max_tokens,
@@ -143,7 +140,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Triple the block-table entries: windowed layers also allocate and free blocks."""
+    """Triple the block-table entries, for windowed layers."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
@@ -154,7 +151,7 @@ def coarser(shapes: Sequence[Shape], factor: int = 2) -> list[Shape]:
 
 
 def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
-    """Return sizes from `first` to `last`, with `parts[start]` sizes per doubling from each `start` on."""
+    """Return sizes up to `last`, with `parts[start]` sizes per doubling from each `start` on."""
     sizes, size = set(), first
     while size < last:
         count = parts[max((start for start in parts if start <= size), default=0)] if size >= min(parts) else 1
@@ -164,7 +161,7 @@ def _sizes(first: int, last: int, parts: Mapping[int, int]) -> list[int]:
 
 
 def max_chunks(tokens: int, num_slots: int) -> int:
-    """Return the most prompt chunks in a step: a chunk has at least half a tile on average."""
+    """Return the most prompt chunks in a step, of half a tile or more on average."""
     return min(num_slots, max(1, 2 * tokens // TILE))
 
 
@@ -251,8 +248,8 @@ def pack(
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
-    program, or `shape.adapters`; `media`: int32[tokens of the plan], rows of images' embeddings, or `shape.media`;
-    `turned`: int32[axes, tokens of the plan], rotary positions, by default places in the sequence.
+    program, or `shape.adapters`; `media`: int32[tokens], rows of embeddings, or `shape.media`; `turned`: int32[axes,
+    tokens], rotary positions, by default places in the sequence.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -266,7 +263,7 @@ def pack(
         assert plan.capacity is not None
         view["row_offset"][:used], view["row_drafts"][:used] = at.offsets, at.drafts
         view["row_capacity"][:used] = np.repeat(plan.capacity, plan.lengths)
-    table = plan.table[: shape.entries]  # others were sent separately
+    table = plan.table[: shape.entries]
     view["table"][: len(table)] = table
     view["table"][len(table) :, 0] = num_slots
     if shape.adapters:
@@ -300,7 +297,6 @@ def pack(
     rows = slice(plan.num_decodes, num_rows)
     counts = -(-plan.lengths[rows] // TILE)
     num_tiles = int(counts.sum())
-    # Offset of each tile in its row.
     inside = TILE * (np.arange(num_tiles) - np.repeat(np.cumsum(counts) - counts, counts))
     view["tile_slot"][:num_tiles] = np.repeat(plan.slots[rows], counts)
     view["tile_slot"][num_tiles:] = num_slots
@@ -311,7 +307,6 @@ def pack(
 
 
 def token_places(plan: Plan) -> np.ndarray:
-    """Return the place of each token of a plan in its sequence."""
     first_tokens = np.cumsum(plan.lengths) - plan.lengths
     return np.arange(plan.num_tokens) + np.repeat(plan.starts - first_tokens, plan.lengths)
 
@@ -329,7 +324,7 @@ def pack_masks(
     buffer[used:, 0] = num_slots
     for column, values in enumerate((at.slots, at.positions, at.samples)):
         buffer[:used, column] = values
-    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)  # place of each row
+    last = np.cumsum(plan.lengths) - 1 if of_tokens else np.arange(used)
     buffer[last, len(MASK_COLUMNS) - 1] = is_masked
     buffer[last, len(MASK_COLUMNS) :] = masks
     return buffer
@@ -342,7 +337,7 @@ class SamplePositions(NamedTuple):
     positions: np.ndarray  # int[·]: the last possible if drafts are not yet counted
     samples: np.ndarray  # bool[·]
     offsets: np.ndarray | None = None  # int[·]: in the row; -1: not sampled
-    drafts: np.ndarray | None = None  # int[·]: of the row
+    drafts: np.ndarray | None = None  # int[·]
 
 
 def places(plan: Plan, of_tokens: bool) -> SamplePositions:

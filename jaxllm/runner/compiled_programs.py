@@ -1,9 +1,7 @@
 """Table of compiled programs, and the threads that compile them.
 
-An engine serves once its *covering* programs are compiled, which can run any plan: the forward and the sampling program
-of the largest decode step and of the largest ragged step, with the widest sampling. On a CPU others are compiled in the
-background on demand; on a GPU first, because loading one disturbs the others. In deterministic mode two programs run
-every plan.
+An engine serves once its *covering* programs are compiled, which can run any plan. On a CPU others are compiled in the
+background on demand; on a GPU first, because loading one disturbs the others.
 """
 
 from __future__ import annotations
@@ -41,10 +39,10 @@ _log = logging.getLogger(__name__)
 VARIANTS = tuple(Variant)
 PAUSE = 14  # while steps run, seconds of rest per second of tracing
 IDLE_SECONDS = 0.1  # without a step, before tracing
-_MOST_TRIES = 2  # background compilations per program
-RETRY_SECONDS = 30.0  # before a retry, after running out of threads, memory or file descriptors
-NOTE_SECONDS = 10.0  # between log lines while a start waits
-EXIT_SECONDS = 2.0  # wait at exit for a compilation before printing a line
+_MOST_TRIES = 2  # in the background, per program
+RETRY_SECONDS = 30.0  # after running out of threads, memory or file descriptors
+NOTE_SECONDS = 10.0  # between log lines
+EXIT_SECONDS = 2.0  # at exit, before a line is printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Key:
 
     @property
     def name(self) -> str:
-        """The program's name in a trace, without `jit_`."""
         if self.part == "sample" and self.variant is not None:
             return f"sample_{self.shape.rows}_{self.variant.value}"
         name = program_name(self.shape, self.variant, self.part)
@@ -87,14 +84,14 @@ class ProgramTable:
     def __init__(
         self, covering: Sequence[Key], all_keys: Iterable[Key], lower: Callable[[Key], Any], metrics: Metrics
     ) -> None:
-        """Compile `covering` before the first request, the others of `all_keys` on demand."""
+        """Take the `covering` programs, which `begin` compiles first; others are compiled on demand."""
         self.covering = list(covering)
         self.rest = sorted((key for key in dict.fromkeys(all_keys) if key not in self.covering), key=_urgency)
-        self.kept: KeptPrograms | None = None  # set before `begin` to load programs
+        self.kept: KeptPrograms | None = None
         self.platform = "cpu"
         self._lower = lower
         self._tracing = threading.Lock()
-        self._traced_for = self._compiled_until = 0.0  # seconds of the last tracing; end of the last compilation
+        self._traced_for = self._compiled_until = 0.0
         self._last_step = 0.0
         self._is_closed = threading.Event()
         self._metrics = metrics
@@ -103,7 +100,7 @@ class ProgramTable:
         self._queue: list[Key] = []
         self._wanted: set[Key] = set()
         self._failures: Counter[Key] = Counter()
-        self._rests_until: dict[Key, float] = {}  # retry times
+        self._rests_until: dict[Key, float] = {}
         self._followers = self._max_followers = 0  # background threads
         self._only_when_idle = False
         self._failure: BaseException | None = None
@@ -145,16 +142,15 @@ class ProgramTable:
         return self._failures[key] < _MOST_TRIES and self._last_step >= self._rests_until.get(key, 0.0)
 
     def begin_kept(self, num_threads: int) -> None:
-        """Begin to load the programs that an earlier start stored, as `begin`."""
+        """Begin to load the stored programs."""
         kept = self.kept
         if kept is not None:
             self.begin([key for key in self.rest if kept.has(key.name, key)], num_threads)
 
     def begin(self, keys: Sequence[Key], num_threads: int) -> None:
-        """Start to compile `keys`; `wait` finishes it."""
         if not self._threads:
-            # Creates weakref's exit hook before `_join`, to run after it: JAX frees traced constants in finalizers,
-            # after which tracing fails with a KeyError.
+            # Creates weakref's exit hook before `_join`, to run after it: it frees JAX's traced constants, after which
+            # tracing fails.
             weakref.finalize(self, self._is_closed.set)
             # A thread in XLA aborts the process at exit. Weak, so that the engine can be collected.
             atexit.register(_join, weakref.WeakMethod(self.join))
@@ -166,10 +162,11 @@ class ProgramTable:
             self._start(in_background=False)
 
     def follow(self, num_threads: int, only_when_idle: bool = False) -> None:
-        """Compile queued programs in `num_threads` background threads from now on.
+        """Compile queued programs in `num_threads` background threads from now on; if `only_when_idle`, while no step
+        runs.
 
-        On demand only: each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before
-        the first request"). `only_when_idle`: one by one while no step runs.
+        Each takes 20 to 90 MiB of host memory for a deep model (DECISIONS, "Three programs exist before the first
+        request").
         """
         self._max_followers = num_threads
         self._only_when_idle = only_when_idle
@@ -186,7 +183,7 @@ class ProgramTable:
             self._followers += 1
         try:
             self._start(in_background=True)
-        except RuntimeError as failure:  # no thread can start: steps use the ready programs
+        except RuntimeError as failure:  # steps use the ready programs
             with self._lock:
                 self._followers -= 1
             self._put_off(key)
@@ -226,7 +223,7 @@ class ProgramTable:
         return self._is_closed.is_set() or not threading.main_thread().is_alive()
 
     def _start(self, in_background: bool) -> None:
-        with self._lock:  # so that `join` sees the thread
+        with self._lock:  # for `join`
             thread = start_thread(lambda: self._work(in_background), "jaxllm-compile")
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
 
@@ -258,7 +255,7 @@ class ProgramTable:
 
     def _note_failure(self, key: Key, failure: Exception) -> None:
         if self._is_over:
-            return  # it failed because the process ends
+            return
         self._metrics.programs_failed += 1
         if is_exhaustion(failure):
             self._put_off(key)
@@ -301,11 +298,8 @@ class ProgramTable:
         return not self._is_over
 
     def _trace(self, key: Key, in_background: bool) -> Any:
-        """Trace a program; return None after `close`.
-
-        Background tracing rests first, because it holds the GIL; compiling does not.
-        """
-        with self._tracing:  # tracing in parallel gains nothing
+        """Trace a program; return None after `close`. In the background rest first: tracing holds the GIL."""
+        with self._tracing:  # parallel tracing gains nothing
             if in_background:
                 rested = math.inf if self._only_when_idle else self._compiled_until + PAUSE * self._traced_for
                 if not self._rest(rested):
@@ -332,13 +326,14 @@ class Programs(ProgramTable):
         drafts: bool = False,
         coarse_factor: int = 2,
     ) -> None:
-        """Without `decode` shapes ragged programs run every plan. `variants` apply to one-program steps.
+        """List the programs. Without `decode` shapes ragged programs run every plan.
 
-        `verifying` shapes verify or make drafts. Rare variants have decode sizes of powers of `coarse_factor`.
+        `variants` are for one-program steps; `verifying` shapes verify or make drafts. Rare variants have decode sizes
+        of powers of `coarse_factor`.
         """
         widest = VARIANTS[-1]
-        # The widest sampling, two-part steps and adapters are rare and get fewer sizes; except verifying shapes, which
-        # sample every token, for 4 of the 9 ms of a step of the 0.5B shape.
+        # The widest sampling, two-part steps and adapters are rare and get fewer sizes. Not verifying shapes, whose
+        # sampling takes 4 of the 9 ms of a step of the 0.5B shape.
         ragged, decode, verifying = (
             with_adapters(shapes, max_adapters, not variants) for shapes in (ragged, decode, verifying)
         )
@@ -356,7 +351,7 @@ class Programs(ProgramTable):
         largest += [(Key(shape, widest),) for shape in verifying[-1:]]
         covering = dict.fromkeys(key for way in largest for key in way)
         super().__init__(list(covering), (key for way in ways for key in way), lower, metrics)
-        # With the variant's index, whose lookup took half the time of `choose`.
+        # The variant's lookup took half the time of `choose`.
         self._by_cost = {
             is_decode: [
                 (VARIANTS.index(way[-1].variant), way)
@@ -367,7 +362,7 @@ class Programs(ProgramTable):
         }
 
     def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> ProgramKeys:
-        """Return the cheapest ready way to run a plan with at least `variant`; in two parts if `is_held`."""
+        """Return the cheapest ready way to run a plan with `variant` or a wider one; in two parts if `is_held`."""
         size = batch.extent(plan, num_adapters)
         least = VARIANTS.index(variant)
         fitting = (
@@ -389,10 +384,7 @@ def _join(join: weakref.WeakMethod[Callable[..., bool]]) -> None:
 
 
 def with_adapters(shapes: Sequence[Shape], most: int, only_most: bool) -> list[Shape]:
-    """Add shapes with 1, 2, 4, … `most` distinct adapters, the largest last.
-
-    With `only_most`, or without adapters, all shapes get `most`.
-    """
+    """Add shapes with 1, 2, 4, … `most` adapters, the largest last; give all shapes `most` if `only_most`."""
     if only_most or not most or not shapes:
         return [replace(shape, adapters=most) for shape in shapes]
     counts = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]

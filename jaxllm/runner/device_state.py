@@ -1,7 +1,4 @@
-"""The device's state: KV blocks, block tables, tokens and sampling parameters of every slot, as one donated pytree.
-
-Letters: M blocks per slot, F numbers of a slot's extras.
-"""
+"""The device's state, one donated pytree. M blocks per slot, F numbers of a slot's extras."""
 
 from __future__ import annotations
 
@@ -27,15 +24,15 @@ class DeviceState(Generic[Leaf]):
     """Arrays that a step reads and replaces."""
 
     kv: tuple[KvLayer[Leaf], ...]
-    drafted: Drafted[Leaf] | None  # if the engine verifies drafts
+    drafted: Drafted[Leaf] | None
     batch: Leaf | None  # int32[W], on a GPU: the latest packed batch, see `step.unpack`
-    tables: Leaf  # int32[S, M · groups]: each slot's blocks, see `Plan.table`; arbitrary beyond its length
-    tokens: Leaf  # int32[S, M * P]: each slot's tokens on the device
-    sampling: Leaf  # int32[S, ROW_WIDTH]: `sampler.pack_row` per slot
+    tables: Leaf  # int32[S, M · groups]: blocks, see `Plan.table`; arbitrary beyond a slot's length
+    tokens: Leaf  # int32[S, M * P]
+    sampling: Leaf  # int32[S, ROW_WIDTH]
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
-    hidden: Leaf  # [T, D]: hidden states of the last widest-variant step, for `scoring`
-    media: Leaf | None = None  # [rows, D + …]: embeddings of images, see scheduler/media.py and `Context.media`
-    sources: Leaf | None = None  # int32[S, 1 + Ms]: each slot's source: tokens, then blocks, see scheduler/sources.py
+    hidden: Leaf  # [T, D] of the last widest-variant step, for `scoring`
+    media: Leaf | None = None  # [rows, D + …]: see `Context.media`
+    sources: Leaf | None = None  # int32[S, 1 + Ms]: number of a source's tokens, then its blocks
 
 
 def abstract(
@@ -53,8 +50,7 @@ def abstract(
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `spec` is that of a pipeline stage. `cache_dtype` applies to all caches; `batch_size` is the largest packed batch
-    in int32, if stored; `media` is the shape of images' embeddings, `source_blocks` the most of an encoder's input, Ms.
+    `batch_size` is W; `media` the shape of images' embeddings; `source_blocks` is Ms.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:

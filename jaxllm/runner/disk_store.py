@@ -31,7 +31,7 @@ from jaxllm.errors import UserError
 MAGIC = b"jaxllmKV"
 LAYOUT = "kv1"  # of folders, headers and rows
 PAGE = 4096  # bytes; a file takes whole pages
-LOCK_SECONDS = 1.0  # a write that waits longer for another engine's is dropped
+LOCK_SECONDS = 1.0  # a write that waits longer is dropped
 TRIMMED = 0.9  # share of the bound that a trim leaves, so that trims are rare
 _HEADER = struct.Struct("<8s16s32sBQ16s")  # magic, fingerprint, digest, group, bytes of the content, checksum
 _USED = struct.Struct("<q")
@@ -91,10 +91,7 @@ class DiskStore:
         return self.folder / name[:2] / f"{name}.{group}"
 
     def write(self, group: int, digest: bytes, parts: Sequence[np.ndarray]) -> bool:
-        """Write a block of byte arrays unless it exists; return whether it does now. Raises OSError, as on a full disk.
-
-        The file of a killed process is complete or absent.
-        """
+        """Write a block, whole even if killed, unless it exists; return whether it does now. Raises OSError."""
         size = sum(part.nbytes for part in parts)
         needed = _on_disk(size)
         if needed > self._most_bytes:
@@ -127,10 +124,7 @@ class DiskStore:
         return True
 
     def read(self, group: int, digest: bytes, size: int) -> np.ndarray | None:
-        """Return the content of a block, uint8[size]; None if it is missing. Raises OSError.
-
-        A file with other content is removed, with a line in the log.
-        """
+        """Return a block, uint8[size]; None if it is missing, or damaged and removed. Raises OSError."""
         path = self.path(group, digest)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0) as file:
@@ -173,7 +167,7 @@ class DiskStore:
             names = {(int(each[2]), bytes.fromhex(each[1])) for each in found if each}
         except OSError:
             return Listing(set(), 0)
-        # A file may be added in the same tick of the file system's clock, without another stamp.
+        # A file added in the same tick of the file system's clock does not change the stamp.
         return Listing(names, changed if time.time_ns() - changed > 10**9 else 0)
 
     def close(self) -> None:
@@ -181,7 +175,7 @@ class DiskStore:
 
     @contextmanager
     def locked(self) -> Iterator[bool]:
-        """Hold the lock; yield False after `LOCK_SECONDS` without it. The end of a process releases its lock."""
+        """Hold the lock, which the end of a process releases; yield False after `LOCK_SECONDS` without it."""
         deadline = time.monotonic() + (0.0 if self._is_stuck else LOCK_SECONDS)
         while True:
             try:
@@ -202,7 +196,7 @@ class DiskStore:
             self._flock(self._lock, self._unlock)
 
     def used(self) -> int:
-        """Return the bytes in use, perhaps too many after a kill; for the holder of the lock."""
+        """Return the bytes in use, perhaps too many after a kill. Needs the lock."""
         data = os.pread(self._lock, _USED.size, 0)
         used = _USED.unpack(data)[0] if len(data) == _USED.size else -1
         return used if used >= 0 else self._trim(self._most_bytes)
@@ -211,9 +205,8 @@ class DiskStore:
         os.pwrite(self._lock, _USED.pack(used), 0)
 
     def _trim(self, most_bytes: int) -> int:
-        """Remove least recently used blocks until `most_bytes` are left, and all that is no block; return their bytes.
-
-        For the holder of the lock: no other engine is writing.
+        """Remove other files, then least recently used blocks beyond `most_bytes`; return the bytes left. Needs the
+        lock.
         """
         with suppress(OSError):
             (self.root / "unfinished").unlink()
@@ -232,7 +225,7 @@ class DiskStore:
                             _discard(Path(entry.path))
                         else:
                             kept.append((status.st_mtime_ns, _on_disk(status.st_size - _HEADER.size), entry.path))
-                with suppress(OSError):  # unless it has files
+                with suppress(OSError):
                     part.rmdir()
             if folder != self.folder:
                 with suppress(OSError):

@@ -1,7 +1,6 @@
-"""The disk's tier of KV blocks: threads that write the host's blocks to files, and read them back.
+"""The disk's tier of KV blocks: threads write the host's blocks to files, and read them back.
 
-A block is written once its copy to the host has ended. The engine's thread finds files in an index in memory, which
-another thread updates, also with other engines' files.
+The engine's thread finds files in an index in memory, which another thread updates, also with other engines' files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jaxllm.runner.host_tier import Key, Row, on_host
 READERS = 4  # threads
 LISTED_SECONDS = 1.0  # between updates of the index
 MOST_PENDING = 256 << 20  # bytes of blocks that wait to be written; further ones are not written
-CLOSE_SECONDS = 10.0  # deadline of writes at the end
+CLOSE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 RowShape = Sequence[jax.ShapeDtypeStruct]
 
@@ -42,15 +41,15 @@ class BlockSource(Protocol):
     """Blocks by digest that a thread, or another machine, can fetch. No method blocks except `wait` and `close`."""
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Return whether a block is probably there."""
+        """Return whether a block is probably present."""
         ...
 
     def read(self, blocks: Sequence[tuple[int, int, bytes]]) -> int:
-        """Begin to read blocks, each group, index and digest; return a number for them. `ended` returns each."""
+        """Begin to read blocks of (group, index, digest); return a ticket."""
         ...
 
     def ended(self) -> Sequence[Read]:
-        """Each read is returned once, in any order."""
+        """Return the reads that ended since the last call, in any order."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -70,7 +69,6 @@ class DiskTier:
     """Writes and reads blocks of a store in threads."""
 
     def __init__(self, store: DiskStore, shapes: Sequence[RowShape], metrics: Metrics) -> None:
-        """`shapes` has the arrays of a row, by group."""
         self._store = store
         self._shapes = shapes
         self._sizes = [sum(int(np.prod(each.shape)) * each.dtype.itemsize for each in row) for row in shapes]
@@ -133,14 +131,14 @@ class DiskTier:
                 self._to_write.put((name, None))
 
     def drop_expected(self) -> None:
-        """Write no block that is still being copied to the host, for a device that lost its state."""
+        """Write no block that is still being copied to the host."""
         with self._lock:
             self._expected.clear()
 
     # The thread that copies blocks to the host.
 
     def copied(self, key: Key, row: Row) -> None:
-        """Write a block that is in the host's memory now, unless too many wait."""
+        """Write a block from the host's memory, unless too many wait."""
         with self._lock:
             digest = self._expected.pop(key, None)
             if digest is None or (name := (key[1], digest)) in self._parts[digest[0]]:
@@ -182,7 +180,7 @@ class DiskTier:
 
     def _write(self, name: Name, row: Row) -> None:
         parts = [np.ascontiguousarray(np.asarray(array)) for array in row]
-        # A device that computed NaN may find it only after this write.
+        # A device may notice its NaN only after this write.
         if all(_is_finite(part) for part in parts):
             if self._store.write(*name, [part.reshape(-1).view(np.uint8) for part in parts]):
                 self._parts[name[1][0]].add(name)

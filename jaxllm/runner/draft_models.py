@@ -1,9 +1,7 @@
 """Drafts by a small decoder or an EAGLE-3 head, with a cache in the blocks of the target.
 
-Every step updates that cache, overwriting rejected drafts. Programs that verify drafts then draft K tokens per
-sequence, one pass each, with the request's temperature and noise, which maximizes acceptance.
-
-Traced inside the step. Letters: T tokens of a step, R sequences, K drafts, V vocabulary (Vx on one shard).
+Every step updates that cache, overwriting rejected drafts. Drafts use the request's temperature and noise, which
+maximizes acceptance. Traced inside the step.
 """
 
 from __future__ import annotations
@@ -90,8 +88,6 @@ def _choose(model: StepModel, logits: jax.Array, here: SamplingRows, ends: jax.A
 
 
 class _Passes:
-    """A draft model's passes in one step, and its cache."""
-
     def __init__(
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
@@ -103,7 +99,7 @@ class _Passes:
     def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
         tables, field = self._state.tables, self._own.field
         geometry = self._model.geometry
-        if geometry.num_groups > 1:  # its layers are in the first group
+        if geometry.num_groups > 1:
             geometry, tables = geometry.of_group(0), tables[:, :: geometry.num_groups]
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
         chosen = fused.chosen(self._how.kernels)
@@ -127,10 +123,7 @@ class _DecoderPasses(_Passes):
             decoder.forward(self._spec, self._params, batch.tokens, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
-        """Return logits after each sequence's last token, f32[R, Vx].
-
-        Computes two tokens: the last accepted draft was never an input.
-        """
+        """Return logits after each sequence's last token, f32[R, Vx]. The last accepted draft was never an input."""
         slots, positions = jnp.concatenate([slots, slots]), jnp.concatenate([lengths - 2, lengths - 1])
         tokens = self._state.tokens.at[slots, positions].get(mode="clip")
         hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, positions))
@@ -156,7 +149,7 @@ class _HeadPasses(_Passes):
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
         own = self._own
-        last = rows + own.counts.at[rows].get(mode="clip") - 1  # the last token's place
+        last = rows + own.counts.at[rows].get(mode="clip") - 1
         self._hidden = self._hidden.at[last].get(mode="clip")
         return eagle.logits(self._head, self._params, self._normed.at[last].get(mode="clip"), self._model.layout)
 

@@ -1,10 +1,9 @@
 """Drafts on the device: verification, and prompt lookup for the next step.
 
-Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): after every token of a row one is sampled with
-the request's noise for the position, and drafts are accepted while they equal the samples. So drafts never change a
-request's tokens.
+Verification by coupling (Daliri, Musco, Suresh 2024, arXiv:2408.07978): drafts are accepted while they equal tokens
+that are sampled with the request's noise, so they never change a request's tokens.
 
-Traced inside the step. Letters: S slots, T tokens of a step, R sequences, K drafts per row, L capacity of a slot.
+Traced inside the step. K drafts per row, L capacity of a slot.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from jaxllm.sampling.sampler import Sampled
 from jaxllm.setup.draft_setup import Drafting
 from jaxllm.setup.kv_cache import KvLayer, Leaf
 
-NO_DRAFT = -1  # equals no token
+NO_DRAFT = -1
 
 
 @struct.dataclass
 class Drafted(Generic[Leaf]):
     """Drafts and their state on the device."""
 
-    lengths: Leaf  # int32[S]: tokens
-    tokens: Leaf  # int32[S, K]: drafts that follow them
+    lengths: Leaf  # int32[S]
+    tokens: Leaf  # int32[S, K]: drafts that follow the tokens
     kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
@@ -40,7 +39,7 @@ class SamplePositions(NamedTuple):
     slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]
     samples: jax.Array  # bool[·]
-    offsets: jax.Array | None = None  # i32[·]; None without drafts, as below
+    offsets: jax.Array | None = None  # i32[·]; None without drafts
     drafts: jax.Array | None = None  # i32[·]
 
 
@@ -100,12 +99,11 @@ def sequences(at: SamplePositions, most: int, num_slots: int) -> tuple[jax.Array
 def look_up(tokens: jax.Array, lengths: jax.Array, drafting: Drafting) -> jax.Array:
     """Return the tokens that followed an earlier match of a sequence's last tokens, i32[R, K].
 
-    Prompt lookup (Saxena 2023): the longest match of `min_match` to `max_match` tokens, the latest of equal length.
-    Fewer than K following tokens repeat.
+    Prompt lookup (Saxena 2023): the longest match, the latest of equal length. Fewer than K following tokens repeat.
     """
     size = tokens.shape[1]
     last = (lengths - 1)[:, None]  # [R, 1]
-    places = jnp.arange(size)[None]  # of a match's last token
+    places = jnp.arange(size)[None]
     is_equal, found = places < last, jnp.zeros_like(tokens)
     for back in range(drafting.max_match):
         suffix = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)

@@ -1,7 +1,5 @@
-"""The packed input of encoder models: prompts in bins of fixed length. Pure.
-
-Attention is bidirectional, so a prompt is computed in one step and one bin, with one product per bin. Letters: T flat
-tokens, R rows.
+"""The packed input of encoder models: each prompt in one bin of fixed length, because attention is bidirectional.
+Pure.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ _PLAIN_COST = 2304
 
 
 def bin_lengths(max_model_len: int) -> list[int]:
-    """Return the bin lengths: powers of two from 32 to the longest prompt, and midpoints.
-
-    Without midpoints 60 prompts of 1 to 200 tokens were padded by 39 %.
+    """Return the bin lengths: powers of two and midpoints (without these 60 prompts of 1 to 200 tokens had 39 % of
+    padding).
     """
     longest = max(SMALLEST_BIN, -(-max_model_len // 8) * 8)  # matrix products prefer multiples of 8
     doubled = [SMALLEST_BIN << power for power in range(longest.bit_length())]

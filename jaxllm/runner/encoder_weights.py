@@ -1,4 +1,4 @@
-"""`EncoderWeights`: weights besides the decoder's, of a vision tower or of an encoder-decoder model's encoder."""
+"""Weights of a vision tower or of an encoder-decoder model's encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.setup.model_setup import Setup
 
 
 class EncoderWeights:
-    """Reads the weights and holds their arrays."""
+    """Reads and holds the weights."""
 
     def __init__(self, setup: Setup, declared: Params[Weight], tensors: Family) -> None:
         self._setup = setup
@@ -27,7 +27,6 @@ class EncoderWeights:
         open_sources(self._setup.folder, self._declared, self._tensors, None)
 
     def load(self, progress: bool, seed: int | None) -> None:
-        """Read the weights, or make random ones with a seed."""
         layout, dtype = self._setup.layout.unstaged, self._setup.dtype
         if seed is not None:
             params = weights.draw(self._declared, layout, dtype, seed)

@@ -1,12 +1,9 @@
 """The host's tier of KV blocks: programs that read and write blocks, and a thread for copies to the host.
 
-A step overwrites evicted blocks of the donated cache. So a program reads them into new arrays, in the device's order,
-and another thread copies these to the host. A load is a transfer and a program, dispatched before the step.
+A step overwrites evicted blocks of the donated cache, so a program reads them into new arrays first.
 
-The content of a block is a row: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
-immutable: a host block may be evicted during its load.
-
-Letters: B blocks of one call, n leaves of a kind.
+A row is the content of a block: one array per kind of leaf (shape and type), stacked over the kind's leaves. Rows are
+immutable: a host block may be evicted during its load. B blocks of one call, n leaves of a kind.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from jaxllm.setup.kv_cache import MOST_LOADED, Geometry, host_memory_kind, leave
 MOVED_BLOCKS = 16  # B
 STORE_PROGRAMS = ("store_blocks", "store_windowed_blocks")  # by group
 LOAD_PROGRAMS = ("load_blocks", "load_windowed_blocks")
-CLOSE_SECONDS = 10.0  # deadline of copies at the end
+CLOSE_SECONDS = 10.0
 Key = tuple[int, int, int]  # of a store: plan, group, block of the host
 _log = logging.getLogger(__name__)
 
@@ -50,10 +47,10 @@ class Copies(Protocol):
     """Asynchronous copies of rows to the host; no method blocks."""
 
     def begin(self, copies: Sequence[tuple[Key, Row]]) -> None:
-        """Start copying rows to the host; `ended` returns each by its key."""
+        """Start copying rows to the host."""
 
     def ended(self) -> Sequence[Copied]:
-        """Return the copies that ended since the last call; each is returned once."""
+        """Return the copies that ended since the last call."""
         ...
 
     def close(self) -> None:
@@ -64,7 +61,7 @@ class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
     def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
-        """`copied` is called in the thread after each copy that succeeds."""
+        """`copied` is called in the thread after each success."""
         self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
@@ -78,7 +75,6 @@ class ThreadedCopies:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
         self._asked.put(None)
         self._thread.join(CLOSE_SECONDS)
 
@@ -101,7 +97,6 @@ def to_host(rows: Sequence[Row]) -> list[Row]:
 
 
 def on_host(array: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
-    """Return an array's sharding in the memory of the host."""
     assert isinstance(array.sharding, NamedSharding)
     (device, *_) = array.sharding.device_set
     return array.sharding.with_memory_kind(host_memory_kind(device))
@@ -133,11 +128,11 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
-        self._newest: dict[tuple[int, int], int] = {}  # number of the plan of the block's last store
+        self._rows: dict[tuple[int, int], Row] = {}
+        self._newest: dict[tuple[int, int], int] = {}  # plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
-        """Dispatch a plan's copies between device and host, stores before loads; return the device's new state."""
+        """Dispatch a plan's copies, stores before loads; return the device's new state."""
         stores = moves[moves[:, 3] == HOST]
         for group, own in enumerate(self._kv):
             pairs = stores[stores[:, 0] == group][:, [2, 4]]
@@ -154,7 +149,7 @@ class HostTier:
         return self._load(state, loads) if len(loads) else state
 
     def landed(self) -> list[Landed]:
-        """Return the stores that ended since the last call; their blocks can be loaded from now on."""
+        """Return the stores that ended since the last call, whose blocks can be loaded now."""
         landed: list[Landed] = []
         for (plan, group, there), row in self._copies.ended():
             # After a reset the block may have a newer store.
@@ -166,13 +161,13 @@ class HostTier:
         return landed
 
     def forget(self) -> None:
-        """Free all rows; the scheduler's record of them must be reset. Copies in progress are dropped as they end."""
+        """Free all rows, and drop copies in progress; the scheduler's record of them must be reset."""
         self.landed()
         self._rows.clear()
         self._newest.clear()
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from elsewhere, in the host's memory, into a host block."""
+        """Put content from elsewhere into a host block."""
         self._rows[group, there] = row
         self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
 
@@ -228,7 +223,7 @@ def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def row_layout(cache: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[jax.ShapeDtypeStruct], list[tuple[int, int]]]:
-    """Return the arrays of a row in the host's memory, and each leaf's place: array, and index in it."""
+    """Return the arrays of a row in the host's memory, and each leaf's array and index in it."""
     kinds = _kinds(cache)
     places = {at: (kind, number) for kind, own in enumerate(kinds) for number, at in enumerate(own)}
     arrays: list[jax.ShapeDtypeStruct] = []
@@ -253,7 +248,6 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
 
 
 def row_shapes(model: StepModel) -> list[Row]:
-    """Return the arrays of a row, by group."""
     leaves = jax.tree.leaves(model.state)
     caches = [[leaves[at] for at in own] for own in leaves_of(model.spec, model.geometry, model.state)]
     return [_row_of(cache, _kinds(cache)) for cache in caches]
@@ -278,7 +272,7 @@ def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
-    return PartitionSpec(*leaf.sharding.spec)  # a block of several stages: each has the rows of its layers
+    return PartitionSpec(*leaf.sharding.spec)  # stages each have the rows of their layers
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:

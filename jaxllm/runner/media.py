@@ -1,7 +1,4 @@
-"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings.
-
-Towers for images of any size have programs of several sizes, which are all compiled at the start.
-"""
+"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ NAME = "encode_image"
 
 
 class ImageEncoder(EncoderWeights):
-    """Encodes images into the state's rows. Its units are those of scheduler/media.py."""
+    """Encodes images into the state's rows; units are those of scheduler/media.py."""
 
     unit = MEDIA_UNIT
 
@@ -36,9 +33,9 @@ class ImageEncoder(EncoderWeights):
         self.processor: Processor = setup.processor
         self.num_units = setup.media_units
         self._sizes = self._spec.sizes(self.processor.most_tokens)
-        # One image more than a step's tokens would delay the rows of other requests.
+        # More than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self._sizes[0])
-        self._programs: dict[int, Any] = {}  # by size
+        self._programs: dict[int, Any] = {}
         self._at = 0
 
     @property
@@ -82,7 +79,7 @@ class ImageEncoder(EncoderWeights):
         for image, rows in images:
             size = next(size for size in self._sizes if size >= len(rows))
             arrays, order = self._spec.arrange(image, size)
-            chosen = np.full(size, self.num_rows, np.int32)  # padding, which is dropped
+            chosen = np.full(size, self.num_rows, np.int32)  # dropped
             chosen[: len(rows)] = rows if order is None else rows[order]
             leaves[self._at] = self._programs[size](self._params, leaves[self._at], chosen, *arrays)
         return tuple(leaves)

@@ -1,4 +1,4 @@
-"""Owns the device's data: weights, the donated state, and the programs that compute the next state."""
+"""The device's data: weights, the donated state, and the programs that compute the next state."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ class StepInFlight(NamedTuple):
 
     joined: jax.Array
     plan: Plan
-    has_drafts: bool  # the program verifies drafts
+    has_drafts: bool
     num_logprobs: int
     width: int  # of the results, at the start of a flat `joined`
     scores: Sequence[
         tuple[Sequence[Scored], jax.Array | np.ndarray]
-    ]  # each batch of positions has one kind: whole rows, or single log-probabilities
+    ]  # each batch has one kind: whole rows, or single log-probabilities
 
     def result(self) -> StepOutput:
         """Wait for the step's result; raise its failure on the device, as every later step does."""
@@ -98,9 +98,7 @@ class StepInFlight(NamedTuple):
 class PendingResult(Protocol):
     """A dispatched step, sampling included."""
 
-    def result(self) -> StepOutput:
-        """See `StepInFlight.result`."""
-        ...
+    def result(self) -> StepOutput: ...
 
 
 class HeldStep(NamedTuple):
@@ -119,8 +117,8 @@ Flight = PendingResult | HeldStep
 class Runner(Residence):
     """Runs plans on the device. Not thread-safe: one thread calls `dispatch`."""
 
-    encoder: ImageEncoder | None = None  # of a model with images
-    sources: SourceEncoder | None = None  # of an encoder-decoder model
+    encoder: ImageEncoder | None = None
+    sources: SourceEncoder | None = None
 
     def __init__(
         self,
@@ -131,7 +129,7 @@ class Runner(Residence):
         needs_weights: bool = True,
         phases: Phases | None = None,
     ) -> None:
-        """Load the weights, unless not needed (`jaxllm compile`), and compile, adding the times to `phases`."""
+        """Load the weights, unless not needed, and compile, adding the times to `phases`."""
         phases = Phases() if phases is None else phases
         self.setup = setup
         self.metrics = metrics
@@ -262,7 +260,6 @@ class Runner(Residence):
 
     @property
     def block_source(self) -> BlockSource | None:
-        """Blocks that can be fetched into the host's tier."""
         return self._disk
 
     def _open_disk(self) -> DiskTier | None:
@@ -296,7 +293,7 @@ class Runner(Residence):
 
     @property
     def _keeps_batch(self) -> bool:
-        """CUDA graphs need a fixed address."""
+        """Whether the state stores batches: CUDA graphs need a fixed address."""
         return self.setup.platform == "gpu"
 
     @property
@@ -325,13 +322,12 @@ class Runner(Residence):
         return () if self._host is None else self._host.landed()
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[Row]:
-        """Copy blocks of the cache to the host's memory, as they are after all dispatched steps."""
+        """Copy blocks, as they are after all dispatched steps, to the host's memory."""
         own = host_tier.leaves_of(self.setup.stage_spec, self.geometry, self._state_shapes)[group]
         program = self._small.programs[host_tier.STORE_PROGRAMS[group]]
         return host_tier.read_blocks(program, tuple(self._state[at] for at in own), blocks)
 
     def row_layouts(self) -> list[RowLayout]:
-        """Return the content of a block of each group."""
         shapes = self._state_shapes
         leaves, own = jax.tree.leaves(shapes), leaves_by_group(self.setup.stage_spec, self.geometry, shapes.kv)
         groups = host_tier.leaves_of(self.setup.stage_spec, self.geometry, shapes)
@@ -339,12 +335,12 @@ class Runner(Residence):
         return [RowLayout(*host_tier.row_layout([leaves[at] for at in each]), len(model)) for each, model in layouts]
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from another engine into a block of the host's tier, before the next dispatch."""
+        """Put content from another engine into a host block, before the next dispatch."""
         assert self._host is not None
         self._host.receive(group, there, row)
 
     def hold_adapters(self, numbers: tuple[int, ...], weights: Weights) -> None:
-        """Keep exactly the adapters `numbers` on the devices for later steps; steps in flight keep theirs."""
+        """Keep exactly the adapters `numbers` on the devices; steps in flight keep theirs."""
         layout = self.setup.layout
         self.metrics.adapter_loads += self.adapters.hold(
             numbers, lambda number: stages.join_on_host(weights(number), layout)
@@ -355,7 +351,7 @@ class Runner(Residence):
     ) -> StepInFlight:
         """Dispatch the second half of a step.
 
-        `masks` is int32[R, V / 32], one bit per token that a row may sample, for the rows of `is_masked`, bool[R].
+        `masks`, int32[R, V / 32], has one bit per token that a row may sample, valid where `is_masked`, bool[R].
         """
         plan, key = held.plan, held.key
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
@@ -458,7 +454,7 @@ class Runner(Residence):
 
     @contextmanager
     def _compilations_counted(self) -> Iterator[None]:
-        """Count this thread's compilations within the context, since they delay requests."""
+        """Count this thread's compilations within the context."""
         self._running_thread = threading.get_ident()
         try:
             yield
@@ -517,7 +513,6 @@ class Runner(Residence):
         return draft_setup.load(setup.drafting, setup.draft, setup.layout.unstaged, setup.dtype, progress, seed)
 
     def _start_programs(self, plan: MemoryPlan) -> None:
-        """Called while weights are read."""
         setup = self.setup
         self.memory_plan = plan
         self.geometry = geometry = Geometry(
@@ -553,7 +548,7 @@ class Runner(Residence):
             self._digest,
             setup.layout.devices,
         )
-        # Programs from JAX's cache cannot be serialized again, so its folder has other programs.
+        # Programs from JAX's cache cannot be serialized again.
         use_compilation_cache(self._config.cache_dir() / ("small" if self._kept.is_on else ""))
         text = describe_memory(plan, setup)
         differs = aot_manifest.difference(setup.prepared, describe_programs(self._config, setup, plan))
@@ -608,8 +603,7 @@ class Runner(Residence):
             return Programs([], uniform, self._lower, self.metrics, (), **further)
         is_quantized = self._config.quantization is not None or setup.family.stored is not None
         is_narrow = setup.dtype != jnp.float32 or is_quantized
-        # XLA's CPU back end converts all 8 and 16-bit weights for a product of one row. On a GPU it makes two kernels
-        # of the norm of one row: 13.6 kernels a layer of the 0.5B shape, else 11.8.
+        # For one row XLA's CPU back end converts all 8 and 16-bit weights, and on a GPU a norm is two kernels.
         on_cpu = setup.platform == "cpu"
         smallest = 1 if on_cpu and not is_narrow else 2
         decode = self._with_axes(batch.decode_shapes(geometry.num_slots, smallest, setup.platform), 1)
@@ -628,11 +622,11 @@ class Runner(Residence):
         return [replace(shape, media=self.encoder.num_rows) for shape in self._with_axes(shapes, 3)]
 
     def _with_axes(self, shapes: list[Shape], count: int) -> list[Shape]:
-        """Give shapes positions in `count` dimensions, if the model's rotations have several."""
+        """Give shapes positions in `count` dimensions, if the model has several."""
         return [replace(shape, axes=count) for shape in shapes] if self.setup.spec.has_axes else shapes
 
     def _finish_programs(self, free: int | None, progress: bool) -> None:
-        """Wait for the covering programs; if they need more memory than estimated, compile them for fewer blocks."""
+        """Wait for the covering programs; compile them for fewer blocks if they need more memory than estimated."""
         while True:
             self._allocate_program = self._kept.make(
                 "allocate", self._state_shapes, partial(device_state.lower_allocation, self._state_shapes)
@@ -715,7 +709,7 @@ class Runner(Residence):
 
 
 def _listener(runner: weakref.ref[Runner]) -> Callable[..., None]:
-    """Return a listener that counts compilations among JAX's events, without keeping the runner alive."""
+    """Return a listener that counts compilations, without keeping the runner alive."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         alive = runner()

@@ -1,11 +1,8 @@
-"""The layers of a step over pipeline stages (model/stages.py), for one device.
+"""The layers of a step over pipeline stages (model/stages.py), for one device; traced inside the step.
 
-A step is a sequence of ticks. In each tick every stage computes its layers and passes the residual stream to the next
-stage. A step with prompts is cut into M micro-batches, and stage s computes number t - s in tick t: all stages compute
-at once, except in P - 1 ticks at the start and at the end. A decode step is one micro-batch: a stage reads its weights
-in each tick, which takes as long for fewer rows. A stage without a micro-batch computes padding and writes no cache.
-
-Traced inside the step. Letters: T tokens of a step, M micro-batches of B tokens, P stages, Y tiles.
+In each tick every stage computes its layers and passes the residual stream to the next stage. Prompts are cut into M
+micro-batches of B tokens, and stage s computes number t - s in tick t. A decode step is one micro-batch: fewer rows
+would take as long. A stage without a micro-batch computes padding and writes no cache.
 """
 
 from __future__ import annotations
@@ -25,13 +22,12 @@ from jaxllm.runner.batch import Shape
 from jaxllm.runner.step_model import StepModel
 from jaxllm.setup.kv_cache import KvLayer
 
-# Tokens for which the products of an H100 take as long as reading their weights in 16 bits; fewer would take no less.
+# Tokens for which products of an H100 take as long as reading their weights in 16 bits.
 LEAST_TOKENS = 256
 ContextOf = Callable[[Shape, list[KvLayer[jax.Array]], Mapping[str, jax.Array]], Context]
 
 
 def microbatches(shape: Shape) -> int:
-    """Return the number of micro-batches of a program."""
     return 1 if shape.is_decode else max(1, shape.tokens // LEAST_TOKENS)
 
 
@@ -53,11 +49,9 @@ def run(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Run all layers on x [T, D] and change `kv`; return the residual stream, and that before each of `aux_layers`.
 
-    The first is the last stage's, arbitrary on others; see `from_stage`. The number of layers selects the stream after
-    the last one.
-
-    `field` has a batch's fields, and "slots" and "positions", i32[T]. `context_of` makes the context of a micro-batch
-    from its shape and its fields.
+    The first is valid on the last stage, see `from_stage`. The number of layers selects the stream after the last one.
+    `field` has a batch's fields, "slots" and "positions", i32[T]; `context_of` makes a micro-batch's context from its
+    shape and fields.
     """
     spec, layout, num_slots = model.spec, model.layout, model.geometry.num_slots
     count, num_stages, stage = microbatches(shape), layout.stages, lax.axis_index(PIPELINE)
@@ -94,7 +88,7 @@ def run(
         with named_scope("next_stage"):
             return lax.ppermute(y, PIPELINE, [(before, before + 1) for before in range(num_stages - 1)])
 
-    if count == 1:  # without a loop, which a CUDA graph does not hold
+    if count == 1:  # CUDA graphs hold no loop
         y, aux = x, [x] * len(aux_layers)
         for turn in range(num_stages):
             y, found = tick(turn, passed_on(y) if turn else y, kv)
@@ -116,7 +110,6 @@ def run(
 
 
 def from_stage(x: jax.Array, own: int) -> jax.Array:
-    """Return one stage's array on all stages."""
     with named_scope("all_stages"):
         return lax.psum(jnp.where(lax.axis_index(PIPELINE) == own, x, jnp.zeros_like(x)), PIPELINE)
 
@@ -130,7 +123,7 @@ def _pieces(x: jax.Array, count: int, size: int) -> jax.Array:
 def _of_piece(
     field: Mapping[str, jax.Array], first: jax.Array, size: int, is_busy: jax.Array, num_slots: int
 ) -> dict[str, jax.Array]:
-    """Return the fields of the tokens from `first` that attention reads: the number of decode rows, and tiles."""
+    """Return the number of decode rows, and tiles, of the tokens from `first`."""
     if "num_decodes" not in field:
         return {}
     found = {"num_decodes": jnp.where(is_busy, jnp.maximum(field["num_decodes"] - first, 0), 0)}

@@ -1,9 +1,6 @@
-"""A step of a pooling model as a traced function: layers over whole prompts or chunks, then one vector per prompt.
+"""A traced step of a pooling model: layers over whole prompts or chunks, then one vector per prompt.
 
-Causal models use KV blocks as in generation: chunks of prompts, shared prefixes. Models with bidirectional attention
-have no cache: see encoder_batch.py.
-
-Letters: T flat tokens, R rows, S slots, D width, W numbers of a result, L tokens of a bin, H heads on one shard.
+W numbers of a result, L tokens of a bin, H heads on one shard.
 """
 
 from __future__ import annotations
@@ -33,19 +30,19 @@ from jaxllm.setup import kv_cache
 from jaxllm.setup.kv_cache import Geometry, KvLayer, Leaf
 from pallas_kernels.kv_cache.xla import rotate
 
-# Queries of a bin that attend at once, so that their scores fit in a processor's cache. 2,048 tokens in bins of 512 (12
-# heads of 32) take 30 ms of processor time, and 58 with all queries at once (two Zen 5 cores; torch's attention 31).
+# Queries of a bin that attend at once, so that scores fit in a cache: 2,048 tokens in bins of 512 take 30 ms, else 58
+# (two Zen 5 cores).
 _PIECE = 128
 _LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 
 
 @struct.dataclass
 class PoolState(Generic[Leaf]):
-    """Arrays that a step of a pooling model reads and replaces; empty for whole prompts."""
+    """Arrays that a step replaces; empty for whole prompts."""
 
     kv: tuple[KvLayer[Leaf], ...] = ()
     tables: Leaf | None = None  # int32[S, M]
-    sums: Leaf | None = None  # float32[S, D]: sums of hidden states over a prompt's earlier chunks, for mean pooling
+    sums: Leaf | None = None  # float32[S, D]: of hidden states of a prompt's earlier chunks, for mean pooling
 
 
 def abstract(
@@ -92,7 +89,7 @@ def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array
 def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
-    """Compute chunks of prompts through the cache; a row's result is valid in its prompt's last chunk."""
+    """Compute chunks of prompts; a row's result is valid in its prompt's last chunk."""
     head = model.head
     assert isinstance(head, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
@@ -109,7 +106,7 @@ def _pool_chunks(
         else:
             is_own = slots[None] == row_slot[:, None]  # [R, T]
             ends = field["row_position"] + 1
-            is_first = ends == jnp.sum(is_own, axis=1)  # the prompt's first chunk
+            is_first = ends == jnp.sum(is_own, axis=1)
             before = jnp.where(is_first[:, None], 0, sums.at[row_slot].get(mode="clip"))
             total = before + _sums(is_own, hidden)
             sums = sums.at[row_slot].set(total, mode="drop")
@@ -151,7 +148,7 @@ def _sums(is_own: jax.Array, hidden: jax.Array) -> jax.Array:
 
 
 def attention_in_bins(spec: Spec, layout: Layout, params: Params[jax.Array], length: int, row: jax.Array) -> Attend:
-    """Return the attention of tokens to those of their row, all in one bin of `length` tokens."""
+    """Return the attention of tokens within their row, all in one bin of `length` tokens."""
     rows = row.reshape(-1, length)
     bias = None
     if spec.relative_buckets:

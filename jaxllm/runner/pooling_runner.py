@@ -1,4 +1,4 @@
-"""The runner of a pooling model; pooling.py has its steps."""
+"""The runner of a pooling model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class PooledInFlight(NamedTuple):
     num_rows: int
 
     def result(self) -> StepOutput:
-        """See `StepInFlight.result`."""
         pooled = np.asarray(self.rows)[: self.num_rows]
         tokens, is_finite = np.zeros(self.num_rows, np.int32), np.asarray(np.isfinite(pooled).all(axis=1))
         return StepOutput(tokens, is_finite, side={"pooled": pooled})
@@ -46,10 +45,7 @@ class PoolingRunner(Runner):
         return replace(limits, whole_prompts=True, max_step_chunks=limits.num_slots) if whole else limits
 
     def dispatch(self, given: StepInput) -> PooledInFlight:
-        """Dispatch one step; `given.side` has "token_types", int32[·] or None (zeros) for each row.
-
-        Otherwise as `Runner.dispatch`.
-        """
+        """Dispatch one step as `Runner.dispatch`; `given.side` has "token_types", by row int32[·] or None (zeros)."""
         plan, prompts, token_types = given.plan, given.chunks, given.side["token_types"]
         with self._compilations_counted():
             with span("pack"):
@@ -99,7 +95,6 @@ class PoolingRunner(Runner):
         return jax.jit(run, donate_argnums=(1,), compiler_options=self._options).lower(params, state, buffer)
 
     def _patch_tables(self, table: np.ndarray) -> None:
-        """Write block-table entries that exceed the buffer, before a step."""
         for start in range(0, len(table), PATCH_ENTRIES):
             changes = np.full((PATCH_ENTRIES, 3), self.geometry.num_slots, np.int32)
             piece = table[start : start + PATCH_ENTRIES]

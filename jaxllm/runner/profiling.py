@@ -1,7 +1,4 @@
-"""Traces of an engine's steps by JAX's profiler, for Perfetto.
-
-Device operations have the names of their program (`step.program_name`) and model scopes.
-"""
+"""Traces of an engine's steps by JAX's profiler, for Perfetto."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ class Profile:
         """Begin a trace; raises UserError if one is running."""
         if num_steps < 1:
             raise UserError(f"num_steps must be at least 1, got {num_steps}.", "num_steps")
-        self.path: Path | None = None  # set when finished
+        self.path: Path | None = None
         self._folder = Path(folder).expanduser()
         self._steps_left = num_steps
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # the tracer costs more than most Python calls
+        options.python_tracer_level = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True, profiler_options=options)
@@ -64,7 +61,7 @@ class Profiled(Protocol):
 
 @contextmanager
 def profiled(engine: Profiled, folder: str | None, num_steps: int = DEFAULT_STEPS) -> Iterator[None]:
-    """Trace `num_steps` steps inside the block and print the path; not if `folder` is None."""
+    """Trace `num_steps` steps inside the block and print the path, unless `folder` is None."""
     if folder is None:
         yield
         return

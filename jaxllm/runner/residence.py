@@ -1,4 +1,4 @@
-"""`Residence`: a runner's weights and state may leave the device and return. Programs stay: both are arguments."""
+"""A runner's weights and state may leave the device and return; programs stay."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Residence(ABC):
     _host: HostTier | None
     _away: Holes  # weights on the host, or of an unfinished update
     _is_mixed: bool  # `_away` has weights of two versions
-    _can_read: bool  # the weights again; False: they were given as arrays
-    _folder: Path | None  # of the weights; None: random ones
+    _can_read: bool  # False: weights were given as arrays
+    _folder: Path | None  # None: random weights
 
     @abstractmethod
     def renew(self) -> None:
@@ -43,11 +43,11 @@ class Residence(ABC):
 
     @abstractmethod
     def _load(self, folder: Path | None, progress: bool) -> Params[jax.Array]:
-        """Read all weights, or make random ones, including a draft model's."""
+        """Read or draw all weights, including a draft model's."""
 
     @abstractmethod
     def _load_draft(self, progress: bool) -> Any:
-        """Read the weights of the draft model, or make random ones; None without a draft model."""
+        """Read or draw the weights of the draft model; return None without one."""
 
     @abstractmethod
     def _drop_state(self) -> None:
@@ -55,12 +55,11 @@ class Residence(ABC):
 
     @property
     def has_weights(self) -> bool:
-        """Whether steps can be computed."""
         return bool(self._params)
 
     def sleep(self, tags: Collection[str], level: int) -> None:
         """Free the device's memory of `tags`: level 1 moves the weights to the host, 2 drops them."""
-        with suppress(Exception):  # a failed step
+        with suppress(Exception):
             jax.block_until_ready(self._state)
         if KV_CACHE in tags:
             self._drop_state()
@@ -87,7 +86,6 @@ class Residence(ABC):
         return WeightUpdate(self._config, self.setup, self._params_shapes, self._take)
 
     def end_update(self, update: WeightUpdate) -> None:
-        """Compute with the new weights from now on."""
         leaves, count = update.finished(), len(jax.tree.leaves(replace(self._params_shapes, draft=None)))
         if any(leaf is None for leaf in leaves[count:]):  # dropped at level 2
             leaves[count:] = jax.tree.leaves(self._load_draft(progress=False))

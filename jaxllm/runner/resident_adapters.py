@@ -1,7 +1,6 @@
 """The adapters on the devices: separate arrays, passed to a step as arguments.
 
-Adding or removing one compiles nothing and changes no array of a step in flight. The scheduler chooses them
-(`State.adapters`). Letters: R rows of a plan, U adapters of a program.
+Adding or removing one compiles nothing and changes no array of a step in flight.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxllm.sampling.sampler import Sampled, Variant
 from jaxllm.sampling_params import MAX_REPORTED_TOKENS
 from jaxllm.scheduler.state import Plan
 
-MOST_LOGPROBS = 20  # per step; more are scored from whole rows (scoring.py)
+MOST_LOGPROBS = 20  # more are scored from whole rows (scoring.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Scored:
     sequence_id: int
     position: int
     index: int  # of the previous token in the step
-    token: int  # 0 if not yet sampled
-    is_whole: bool  # score the whole vocabulary
+    token: int
+    is_whole: bool
 
 
 class Score(NamedTuple):
@@ -52,7 +52,7 @@ class StepOutput:
     # Of steps that verify drafts; their log-probabilities are of every token.
     counts: np.ndarray | None = None  # int32[R]: accepted drafts plus one
     places: np.ndarray | None = None  # int[R]: of a row's first token in the log-probabilities
-    side: dict[str, Any] = field(default_factory=dict)  # of features, by name
+    side: dict[str, Any] = field(default_factory=dict)
 
 
 def join(sampled: Sampled) -> jax.Array:
@@ -84,7 +84,7 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
 
 
 def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
-    """Split the results of a program that verifies drafts, by token."""
+    """Split the results of a program that verifies drafts."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
     if not plan.num_drafts:  # a chunk samples after its last token

@@ -1,9 +1,7 @@
 """Conversion of KV blocks between bytes and rows of the host's tier.
 
-The bytes are those of a group's leaves in order, the model's before a draft model's. They do not depend on the number
-of devices, except for KV heads that devices repeat.
-
-Letters: n leaves of a kind.
+The bytes are a group's leaves in order, the model's before a draft model's. They do not depend on the number of
+devices, except for repeated KV heads. n leaves of a kind.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ Row = tuple[Any, ...]
 class RowLayout:
     """The content of a block of one group."""
 
-    arrays: Sequence[jax.ShapeDtypeStruct]  # of a row: [n, …] of each kind, in the host's memory
-    places: Sequence[tuple[int, int]]  # of each leaf: kind, and index in its array
+    arrays: Sequence[jax.ShapeDtypeStruct]  # [n, …] of each kind, in the host's memory
+    places: Sequence[tuple[int, int]]  # kind of each leaf, and index in its array
     num_own: int  # leaves of the model; those of a draft model follow
 
     def sizes(self) -> tuple[int, int]:
@@ -32,7 +30,6 @@ class RowLayout:
         return sum(sizes[: self.num_own]), sum(sizes[self.num_own :])
 
     def about(self, are_drafts: bool) -> list[Any]:
-        """Describe the leaves for a fingerprint."""
         chosen = self.places[self.num_own :] if are_drafts else self.places[: self.num_own]
         return [[list(self._of(place).shape), self._of(place).dtype.name] for place in chosen]
 
@@ -41,7 +38,7 @@ class RowLayout:
         return b"".join(arrays[kind][number].tobytes() for kind, number in self.places)
 
     def unpack(self, content: memoryview, has_drafts: bool) -> Row:
-        """Return a row in the host's memory; without drafts, those leaves are zeros, and drafts start cold."""
+        """Return a row in the host's memory; without drafts those leaves are zeros."""
         arrays = [np.zeros(each.shape, each.dtype) for each in self.arrays]
         at = 0
         for kind, number in self.places if has_drafts else self.places[: self.num_own]:

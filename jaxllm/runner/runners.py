@@ -1,4 +1,4 @@
-"""The table of runner classes: one for models that generate, one for those that pool."""
+"""The table of runner classes, by type of head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Programs that score positions of the previous step from its hidden states.
-
-Letters: Q positions, V vocabulary, Vx vocabulary of one shard.
-"""
+"""Programs that score positions of the previous step from its hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ SCORED_ROWS = 64  # positions per call
 
 
 def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.Array], jax.Array]:
-    """Return a function of (weights, hidden states, places) that scores tokens.
+    """Return a function of (weights, hidden states, places) that scores Q positions.
 
     `places`, int32[Q, 2]: (index of the hidden state, token). The result is as a step's, int32[Q, W], with two unused
     columns first; if `is_whole`, float32[Q, V] log-probabilities, padded with minus infinity.

@@ -1,7 +1,4 @@
-"""The small programs of a runner: changes of the state before a step, and log-probabilities after it.
-
-Each has one size and is called repeatedly for more.
-"""
+"""The small programs of a runner, of one size: changes of the state before a step, and log-probabilities after it."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group
 
-PATCH_ENTRIES = 1024  # changes per call of `step.patch`
-PATCH_EXTRAS = 8  # requests per call of `step.patch_extras`: 26 kB each for a vocabulary of 152,000
-COPIED_BLOCKS = 16  # per call of `step.build_copy`: 1.5 times the most that ten forking beams need
+PATCH_ENTRIES = 1024  # changes per call
+PATCH_EXTRAS = 8  # requests per call: 26 kB each for a vocabulary of 152,000
+COPIED_BLOCKS = 16  # per call: 1.5 times the most that ten forking beams need
 COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group
 Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) -> compiled program
 
@@ -89,7 +86,7 @@ class SmallPrograms:
         return state
 
     def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
-        """Copy the blocks of `Plan.moves` that stay on the device, before a step writes to them."""
+        """Copy the blocks of `Plan.moves` that stay on the device."""
         moves = moves[moves[:, 1] == moves[:, 3]][:, [0, 2, 4]]
         leaves = list(state)
         for group, leaf_indices in enumerate(self._kv):
@@ -107,7 +104,7 @@ class SmallPrograms:
     def score(
         self, params: Leaves, state: Leaves, scored: Sequence[Scored]
     ) -> list[tuple[Sequence[Scored], jax.Array | np.ndarray]]:
-        """Return the scores of positions in the dispatched step; each piece has one kind, whole rows or not."""
+        """Return the scores of positions in the dispatched step, in pieces of one kind, whole rows or not."""
         hidden = self._whole(state).hidden
         scores: list[tuple[Sequence[Scored], jax.Array | np.ndarray]] = []
         for name, is_whole in (("score", False), ("score_whole", True)):
@@ -117,7 +114,7 @@ class SmallPrograms:
                 places = np.zeros((SCORED_ROWS, 2), np.int32)
                 places[: len(piece)] = [(each.index, each.token) for each in piece]
                 found = self.programs[name](params, hidden, places)
-                # Wait for whole rows: those of a long prompt would exceed the device's memory.
+                # Wait: whole rows of a long prompt would exceed the device's memory.
                 scores.append((piece, np.asarray(found)[:, : self._vocab_size] if is_whole else found))
         return scores
 

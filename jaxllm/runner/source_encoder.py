@@ -1,9 +1,6 @@
-"""The encoder of an encoder-decoder model: programs that write a source's keys and values into blocks before a step.
+"""Programs that write a source's encoded keys and values into blocks of the decoder's cache before a step.
 
-One program for each length of a few. It computes the encoder's layers, then for each layer of the decoder the keys and
-values of its cross-attention, which it writes into the decoder's cache.
-
-Letters: L tokens of a program, S slots, Ms blocks of the longest source.
+L tokens of a program, Ms blocks of the longest source.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.setup.kv_cache import KvLayer
 from jaxllm.setup.model_setup import Setup, declare_encoder, describe_encoder
 
-PLACED = 16  # slots per call of the program that stores their sources' blocks
+PLACED = 16  # slots per call of `place`
 SHORTEST = 32  # tokens
 
 
@@ -55,16 +52,16 @@ class SourceInputs(NamedTuple):
 
 
 class SourceEncoder(EncoderWeights):
-    """Encodes sources into the state's cache. Its blocks are those of scheduler/sources.py."""
+    """Encodes sources into the state's cache; blocks are those of scheduler/sources.py."""
 
     def __init__(self, setup: Setup) -> None:
         assert setup.encoder is not None
         self._spec, tensors, self._num_mels = setup.encoder
         super().__init__(setup, declare_encoder(setup), tensors)
         self.max_tokens = setup.max_source
-        # A source of more than a step's tokens would delay the rows of other requests.
+        # More than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
-        self._programs: dict[int, Any] = {}  # by tokens, ascending
+        self._programs: dict[int, Any] = {}  # ascending
         self._place: Any = None
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
@@ -110,7 +107,7 @@ class SourceEncoder(EncoderWeights):
         return tuple(leaves)
 
     def _pack(self, new: NewSource) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return the program's length, its buffer (the number of tokens, each one's block) and its content."""
+        """Return a program's length, buffer (number of tokens, each one's block) and content."""
         count, size = self.max_tokens if self._num_mels else len(new.content), self._model.geometry.block_size
         length = next(length for length in self._programs if length >= count)
         buffer, content = np.zeros(1 + length, np.int32), new.content
@@ -118,7 +115,7 @@ class SourceEncoder(EncoderWeights):
             content = np.zeros(length, np.int32)
             content[:count] = new.content
         buffer[0] = count
-        # Padding and cached blocks have distinct indices out of bounds, because the scatter assumes unique ones.
+        # Padding and cached blocks have distinct indices out of bounds: the scatter assumes unique ones.
         blocks = self._model.geometry.num_blocks + np.arange(length)
         first = new.num_cached * size
         blocks[first:count] = np.repeat(np.asarray(new.blocks, np.int32), size)[first:count]
@@ -166,7 +163,6 @@ class SourceEncoder(EncoderWeights):
         encoded: jax.Array,
         blocks: jax.Array,
     ) -> KvLayer[Any]:
-        """Write a layer's keys and values of the encoder's output."""
         model = self._model
         with named_scope(f"layer_{layer:02}/cross"):
             heads = decoder.cross_heads(model.spec, params.layers[layer], encoded, model.layout)

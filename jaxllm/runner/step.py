@@ -1,9 +1,6 @@
 """One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Takes weights, the donated state and the packed batch; returns the next state and one array of results.
-
-Letters: T flat tokens, R rows, Y tiles, S slots, M blocks per slot, P tokens per block, N blocks, Vx vocabulary of one
-shard.
+Vx vocabulary of one shard.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from jaxllm.sampling.vocab_parallel import Vocabulary
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
     """Return a program's step: (weights, state, buffer, leaves of each adapter) -> (state, results).
 
-    Arguments are flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
+    Flat tuples: flattening trees in every call costs other engines 17 to 34 ms a step.
     """
 
     def run(
@@ -93,7 +90,7 @@ def on_shards(
             following, returned = run(weights, jax.tree.unflatten(state_tree, state_leaves), buffer, *trees)
         return tuple(jax.tree.leaves(following)), returned
 
-    # The name in traces and in the compilation cache. Cache keys omit scopes: a cached program has those of its origin.
+    # The name in traces and in the compilation cache; its keys omit scopes.
     on_shard.__name__ = name
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
@@ -103,10 +100,7 @@ def on_shards(
 
 
 def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Return the second half of a step: (tokens, sampling, extras, logits, masks) -> (tokens, results).
-
-    The first three are leaves of the state; `batch.pack_masks` packs the masks.
-    """
+    """Return the second half of a step: (tokens, sampling, extras, logits, masks) -> (tokens, results)."""
 
     def on_shard(
         tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, masks: jax.Array
@@ -123,9 +117,8 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
 
 
 def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
-    """Return the second half of a step that drafts: (weights, state, buffer, logits, masks) -> (state, results).
-
-    The buffer is that of the first half.
+    """Return the second half of a step that drafts: (weights, state, same buffer, logits, masks) -> (state,
+    results).
     """
 
     def run(
@@ -160,10 +153,10 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
     """Return XLA's compiler options for steps.
 
     On a GPU, CUDA graphs include collectives: else a decode step over four devices is 65 graphs for 32 layers. The list
-    is XLA's default and COLLECTIVES; a list in XLA_FLAGS overrides it.
+    is XLA's default and COLLECTIVES; XLA_FLAGS overrides it.
 
-    In deterministic mode a row's bits must not depend on its index in a product. Libraries do not guarantee that:
-    "stream-K" kernels split the sums of some tiles. XLA's Triton products sum each tile in order if not split.
+    In deterministic mode a row's bits must not depend on its index in a product, as in libraries' "stream-K" kernels.
+    XLA's Triton products sum each tile in order if not split.
     """
     if platform != "gpu":
         return {}
@@ -175,7 +168,7 @@ def compiler_options(platform: str, is_deterministic: bool = False) -> dict[str,
             "xla_gpu_experimental_force_split_k": "1",
         }
     if jax.process_count() > 1:
-        # Each process tunes all kernels: one that reads a kept program would never send its share of the results.
+        # Each process tunes all kernels: one that reads a kept program would never send its share.
         options["xla_gpu_shard_autotuning"] = "False"
     if "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
         return options
@@ -209,10 +202,9 @@ def patch(tables: jax.Array, tokens: jax.Array, changes: jax.Array) -> tuple[jax
 def build_copy(
     layout: Layout, kv: Sequence[jax.ShapeDtypeStruct], name: str = "copy_blocks"
 ) -> Callable[[Leaves, jax.Array], Leaves]:
-    """Return a function that copies blocks of a group before a step: (KV leaves, copies) -> KV leaves.
+    """Return a function that copies blocks of a group: (KV leaves, copies) -> KV leaves.
 
-    `kv` describes the leaves. `copies` is int32[C, 2] of source and target; targets are distinct; those from N on
-    are dropped.
+    `copies` is int32[C, 2] of source and distinct target; targets from N on are dropped.
     """
 
     def on_shard(leaves: Leaves, copies: jax.Array) -> Leaves:
@@ -225,7 +217,7 @@ def build_copy(
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:
-    """Write the extras of admitted requests into int32[S, F] before their first step.
+    """Write the extras of admitted requests into int32[S, F].
 
     `changes` is int32[W, 1 + F] of slots and `sampling.Extras`; slot S is dropped.
     """
@@ -244,9 +236,8 @@ def unpack(
 ) -> tuple[DeviceState[jax.Array], dict[str, jax.Array]]:
     """Return the state and the fields of a packed batch, copied into the state if that stores batches.
 
-    XLA records a CUDA graph's command again when a buffer moves, and captures a Triton call again for new addresses.
-    The state never moves, while each batch is a new array, read by the copy alone. Without the barrier XLA would read
-    it everywhere.
+    XLA records a CUDA graph's command again when a buffer moves, as each batch does. Without the barrier XLA would read
+    it in more places than the copy.
     """
     table = batch.fields(shape)
     if state.batch is not None:
@@ -261,7 +252,7 @@ def unpack(
 def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
     """Return the results, written into the donated batch array if the state stores batches.
 
-    XLA would place temporary values in a separate array for results, whose address changes at every step.
+    XLA would place temporary values in a separate array, whose address changes at every step.
     """
     return joined if state.batch is None else lax.dynamic_update_slice(buffer, joined.ravel(), (0,))
 
@@ -288,8 +279,8 @@ class BatchLayout(NamedTuple):
     slots: jax.Array  # i32[T]
     positions: jax.Array  # i32[T]
     tokens: jax.Array  # i32[T]
-    known: jax.Array  # i32[S, M * P]: tokens of slots, these included
-    sampling: jax.Array  # i32[S, F], including rows sent with the batch
+    known: jax.Array  # i32[S, M * P], the batch's included
+    sampling: jax.Array  # i32[S, F], the batch's included
     last: jax.Array | None  # i32[R]: the token after which each row samples; None in a decode step
     at: SamplePositions
 
@@ -432,7 +423,7 @@ def _finish(
     logits: jax.Array,
     mask: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[DeviceState[jax.Array], jax.Array]:
-    """Sample after a batch's places and draft for the next step; return the next state and the results."""
+    """Sample and draft for the next step; return the next state and the results."""
     at, ends, drafted = laid.at, laid.at.positions + 1, state.drafted
     sampled = _sample(model, variant, state.tokens, state.sampling, state.extras, logits, at, ends, mask)
     if drafted is None or model.drafting is None:
@@ -450,7 +441,6 @@ def _finish(
 
 
 def _append(model: StepModel, tokens: jax.Array, at: SamplePositions, ends: jax.Array, sampled: Sampled) -> jax.Array:
-    """Write each wanted place's token into int32[S, M * P] at `ends`."""
     with named_scope("sampling"):
         slots = jnp.where(at.samples, at.slots, model.geometry.num_slots)
         return tokens.at[slots, ends].set(sampled.tokens, mode="drop")

@@ -1,4 +1,4 @@
-"""`StepInput`: a step's inputs from the host. `PackedStep`: the same in the layout of a program."""
+"""A step's inputs from the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.scheduler.state import Plan
 
 @dataclass(slots=True)
 class StepInput:
-    """A plan and its arrays. Letters: R rows of the plan, S slots, F numbers of a sampling row."""
+    """A plan and its arrays. F numbers of a sampling row."""
 
     plan: Plan
     sampling: np.ndarray  # int32[S, F]
@@ -25,8 +25,8 @@ class StepInput:
     variant: Variant = Variant.FULL
     is_held: bool = False  # sampled later, by `Runner.sample`
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token; written before the step
-    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`; written before
-    side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
+    extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`
+    side: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,12 @@ class PackedStep:
     """The programs and host arrays of a step, for each process of an engine."""
 
     plan: Plan
-    way: ProgramKeys  # keys of the program, or of a held step's two halves
-    buffer: np.ndarray  # int32[·], see batch.py
+    way: ProgramKeys  # of the program, or of a held step's two halves
+    buffer: np.ndarray
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
-    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token; written before the step
+    tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]  # numbers, in argument order
+    adapters: tuple[int, ...]  # in argument order
     scored: Sequence[Any]
-    encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens; encoded before the step
-    sources: SourceInputs | None = None  # of an encoder-decoder model
+    encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
+    sources: SourceInputs | None = None

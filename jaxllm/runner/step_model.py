@@ -1,4 +1,4 @@
-"""`StepModel`: the data that all programs of an engine share."""
+"""The data that all programs of an engine share."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class StepModel:
     processors: Sequence[Processor]
     layout: Layout
     params: Params[jax.ShapeDtypeStruct]
-    state: Any  # description of a DeviceState or PoolState
+    state: Any  # describes a DeviceState or PoolState
     kernels: Mapping[str, Choice]
-    head: Head | None = None  # of a pooling model
+    head: Head | None = None
     adapters: RowWeights | None = None
-    drafting: Drafting | None = None  # of an engine that verifies drafts
-    encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
+    drafting: Drafting | None = None
+    encoder: Spec | None = None  # in the key of kept programs
 
 
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
-    """Trace products with the chosen kernels; XLA's are the default."""
+    """Trace products with the chosen kernels."""
     ways = {
         "linear": pallas_kernels.linear_by,
         "fused_topk": pallas_kernels.fused_topk_by,

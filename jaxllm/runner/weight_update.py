@@ -1,4 +1,4 @@
-"""`WeightUpdate` replaces a runner's weights one by one, each old array before its successor is allocated."""
+"""Replace a runner's weights one by one, each old array before its successor is allocated."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ Holes = list[jax.Array | None]  # the leaves of the parameters; None: no array y
 
 
 class WeightUpdate:
-    """The state of one update.
-
-    `take` returns the current leaves, which the runner gives up; it is called before the first is replaced.
-    """
+    """One update. `take` returns the current leaves, which the runner gives up, before the first is replaced."""
 
     def __init__(
         self, config: EngineConfig, setup: Setup, described: Params[jax.ShapeDtypeStruct], take: Callable[[], Holes]
@@ -45,18 +42,16 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}  # tensors of incomplete weights
+        self._pending: dict[str, GivenTensor] = {}  # of incomplete weights
         self._given: set[str] = set()
         self._leaves: Holes | None = None
-        self.folder: Path | None = None  # of all weights
+        self.folder: Path | None = None
 
     @property
     def has_begun(self) -> bool:
-        """Whether a weight was replaced."""
         return self._leaves is not None
 
     def missing(self, further: Mapping[str, Any] | None = None) -> list[str]:
-        """Return the names of tensors that were not given, nor are in `further`."""
         return self._expected.missing(self._given | (further or {}).keys())
 
     def check(self, arrays: Mapping[str, Any]) -> dict[str, GivenTensor]:
@@ -64,7 +59,7 @@ class WeightUpdate:
         return self._expected.check(arrays)
 
     def write(self, tensors: Mapping[str, GivenTensor]) -> None:
-        """Replace each weight with complete tensors; other tensors are copied, and wait."""
+        """Replace each weight with complete tensors; copy other tensors, which wait."""
         pending = {**self._pending, **tensors}
         self.folder = None
         for key, names in self._expected.names.items():
@@ -79,7 +74,7 @@ class WeightUpdate:
         }
 
     def read(self, folder: Path) -> None:
-        """Replace all weights by those of a folder; raise UserError, changing nothing, if it is unsuitable."""
+        """Replace all weights by a folder's; raise UserError, changing nothing, if it is unsuitable."""
         config, setup = self._config, self._setup
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}.", "weights")
@@ -97,7 +92,7 @@ class WeightUpdate:
         self.folder = folder
 
     def finished(self) -> Holes:
-        """Return the new leaves; those of a draft model are as they were."""
+        """Return the new leaves; a draft model's are unchanged."""
         assert self._leaves is not None
         return self._leaves
 

@@ -1,1 +1,1 @@
-"""Choices of devices, types, sizes and memory before large allocations."""
+"""Choices before large allocations."""

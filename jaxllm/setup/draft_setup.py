@@ -28,12 +28,12 @@ from pallas_kernels import Choice
 class Drafting:
     """The drafting method of an engine: prompt lookup or a draft model."""
 
-    most: int  # K, drafts per row
+    most: int  # K per row
     min_match: int = 1  # tokens that prompt lookup matches
     max_match: int = 1
     spec: Spec | None = None  # of the draft model, or of the EAGLE-3 head's layer
     head: Head | None = None
-    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)  # by operation
+    kernels: Mapping[str, Choice] = field(default_factory=dict, hash=False)
     cost: int = 0  # see `Limits.draft_cost`
 
 
@@ -80,10 +80,7 @@ def by_lookup(own: SpeculativeConfig) -> Drafting:
 
 
 def with_cost(drafting: Drafting | None, described: Params[jax.ShapeDtypeStruct]) -> Drafting | None:
-    """Set the cost of drafting: bytes of the draft model per 1,000 bytes of the target.
-
-    `described` are the parameters of both. Without a draft model `drafting` is returned unchanged.
-    """
+    """Set the cost of drafting: bytes of the draft model per 1,000 bytes of the target."""
     if drafting is None or described.draft is None:
         return drafting
     whole = weights.num_bytes(replace(described, draft=None))

@@ -1,9 +1,7 @@
 """The paged KV cache on the device: sizes of blocks, and arrays of each layer.
 
-Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model that also has
-others (scheduler/windowed.py).
-
-Letters: N blocks in the pool, K key-value heads, P tokens per block, C head size, S slots, M blocks per slot.
+Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model with both kinds
+(scheduler/windowed.py).
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from jaxllm.model.spec import Spec, heads_per_shard
 from pallas_kernels import SCALED
 
 Leaf = TypeVar("Leaf")
-MOST_LOADED = 128  # blocks from the host's tier that wait on the device to be written into the cache
+MOST_LOADED = 128  # from the host's tier that wait on the device
 KV_AXES = ("blocks", "kv_heads", None, "head")
 
 
@@ -29,17 +27,17 @@ KV_AXES = ("blocks", "kv_heads", None, "head")
 class Geometry:
     """The sizes that every program and the state share."""
 
-    num_slots: int  # S
+    num_slots: int
     num_blocks: int  # N
     block_size: int  # P
     max_model_len: int  # tokens
     float8: str | None = None  # type of 8-bit floats in a cache of bytes
     window: int = 0  # most tokens that layers of the second group attend to; 0: one group
-    num_window_blocks: int = 0  # of that group
+    num_window_blocks: int = 0
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence, M."""
+        """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
     @property
@@ -59,7 +57,7 @@ class Geometry:
 
 
 class KvLayer(NamedTuple, Generic[Leaf]):
-    """One layer's cache: keys and values of all blocks, with scales for 8-bit numbers."""
+    """One layer's cache, with scales for 8-bit numbers."""
 
     keys: Leaf  # [N, K, P, C]
     values: Leaf | None  # [N, K, P, C]; None in latent attention, where they are part of the keys
@@ -95,9 +93,9 @@ def leaves_by_group(spec: Spec, geometry: Geometry, kv: Sequence[KvLayer[Any]]) 
 
 
 def block_bytes(spec: Spec, num_layers: int, block_size: int, dtype: jnp.dtype, shards: int) -> int:
-    """Return the bytes of one block of `num_layers` layers on one device, including scales.
+    """Return the bytes of a block of `num_layers` layers on one device, including scales.
 
-    Latent attention stores no values: they are part of the keys, equal on every device.
+    Latent attention stores no values, and keys whole on every device.
     """
     arrays = 2 if spec.latent is None else 1
     vector = spec.head_size * dtype.itemsize + (4 if dtype.name in SCALED else 0)
@@ -122,7 +120,7 @@ def abstract_kv(
 
 
 def host_memory_kind(device: jax.Device) -> str:  # pyright: ignore[reportInvalidTypeForm]
-    """Return JAX's name of the host memory that a device copies to, pinned if it can; raise UserError without any."""
+    """Return the kind of host memory for copies, pinned if possible; raise UserError without any."""
     reachable = {memory.kind for memory in device.addressable_memories()}
     for kind in ("pinned_host", "unpinned_host"):
         if kind in reachable:

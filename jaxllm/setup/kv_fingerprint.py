@@ -16,7 +16,7 @@ from jaxllm.setup.model_setup import Setup
 def fingerprint(config: EngineConfig, setup: Setup, rows: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> str:
     """Return 32 hexadecimal digits; `rows` has the arrays of a block by group.
 
-    Engines with other numbers of shards share blocks, so their content may differ in rounding, except in deterministic
+    Engines with other numbers of shards share blocks, whose content may differ in rounding, except in deterministic
     mode.
     """
     is_random = config.load_format == "dummy"

@@ -1,7 +1,4 @@
-"""Divides a device's memory among weights, temporaries of programs, slots and KV blocks.
-
-Takes measured numbers, before large allocations. A UserError has the missing bytes and a remedy.
-"""
+"""Divide a device's memory among weights, temporaries of programs, slots and KV blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ class Device:
 
     free: int | None  # bytes before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
-    ceiling: int | None = None  # most bytes of KV blocks, unless the user set a number
-    knob: Knob = "gpu_memory_utilization"  # the engine argument that increases KV blocks
+    ceiling: int | None = None  # bytes of KV blocks, unless the user set a number
+    knob: Knob = "gpu_memory_utilization"  # the argument that increases KV blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +29,7 @@ class Windowed:
     window: int  # tokens
     block: int  # bytes of one block of all these layers
     most: int  # blocks per request
-    chunks: int  # additional blocks that the prompts of one step fill before freeing them
+    chunks: int  # blocks that the prompts of one step fill before freeing them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +38,17 @@ class Need:
 
     weights: int
     temporaries: int  # of the largest program
-    is_measured: bool  # `temporaries` was read from programs; else a high estimate
+    is_measured: bool  # read from programs; else a high estimate
     slots: int  # block tables, tokens and sampling numbers
-    block: int  # of one KV block of all layers, or all without windows
+    block: int  # all layers, or all without windows
     block_size: int  # tokens
     num_slots: int
-    model_len: int  # tokens, the model's limit
-    adapters: int = 0  # those on the device, and those of steps in flight
-    windowed: Windowed | None = None  # layers with a separate pool, not in `block`
-    moving: int = 0  # blocks in transit to and from the host's tier
-    host: int = 0  # this device's part of that tier, in the host's memory
-    source_len: int = 0  # most tokens of an encoder's input, which has its own blocks
+    model_len: int  # the model's limit
+    adapters: int = 0  # on the device, and of steps in flight
+    windowed: Windowed | None = None
+    moving: int = 0  # to and from the host's tier
+    host: int = 0  # this device's part of that tier
+    source_len: int = 0  # most tokens of an encoder's input, which has separate blocks
 
     def window_blocks(self, num_blocks: int) -> int:
         """Return the number of blocks of windowed layers for `num_blocks` of the others.
@@ -85,7 +82,7 @@ class Asked:
     max_model_len: int | None = None
     kv_bytes: int | None = None
     num_blocks: int | None = None
-    # From the manifest of prepared programs, compiled for this number: used if it fits.
+    # From the manifest of prepared programs: used if it fits.
     prepared_blocks: int | None = None
 
 
@@ -96,7 +93,7 @@ class MemoryPlan:
     device: Device
     need: Need
     num_blocks: int
-    max_model_len: int  # tokens; limited by the blocks unless the user set it
+    max_model_len: int  # limited by the blocks unless the user set it
 
     @property
     def kv_bytes(self) -> int:
@@ -119,8 +116,8 @@ class MemoryPlan:
 def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
-    Raises UserError if the weights do not fit, or the blocks cannot hold the user's `max_model_len`. By default the
-    length is the model's, or as much as the blocks hold.
+    Raises UserError, with the missing bytes and a remedy, if the weights do not fit, or the blocks cannot hold the
+    user's `max_model_len`. By default the length is the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None
@@ -198,7 +195,6 @@ def describe(plan: MemoryPlan, where: str, host: str) -> str:
 
 
 def _requests(plan: MemoryPlan) -> float:
-    """Return how many requests of the greatest length fit."""
     need = plan.need
     count = plan.num_blocks * need.block_size / plan.max_model_len
     if need.windowed is None:

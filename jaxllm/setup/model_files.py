@@ -1,4 +1,4 @@
-"""`identity`: whether two folders hold the same model."""
+"""Identify a folder's model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced from its beginning to its end
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced
 
 
 def identity(folder: Path, with_times: bool = False) -> str:
     """Return 32 hexadecimal digits of the names, sizes and samples of config.json and the files of weights.
 
-    Reading weights whole would take seconds a gigabyte. `with_times` includes the times of change, which finds other
-    changes on the same machine; a copy without its times counts as another model then.
+    Reading weights whole would take seconds a gigabyte. `with_times` includes the times of change, to find other
+    changes.
     """
     found = hashlib.sha256()
     for file in _files(folder):

@@ -1,7 +1,4 @@
-"""Chooses devices, types, sizes, kernels and their memory, before large allocations.
-
-`jaxllm doctor` prints the choices.
-"""
+"""Choose devices, types, sizes, kernels and their memory."""
 
 from __future__ import annotations
 
@@ -45,14 +42,14 @@ from jaxllm.setup.memory_plan import MemoryPlan
 from jaxllm.version import __version__
 from pallas_kernels import Choice, Site
 
-OPERATIONS = (  # of a step
+OPERATIONS = (
     *("write_kv", "paged_decode", "paged_prefill", "sample", "linear"),
     *("fused_linear", "fused_topk", "fused_experts"),
 )
-GPU_SHARE = 0.97  # of the remaining memory; the rest is for code and autotuning of programs
-PINNED = 32.0  # GiB of pinned memory that fit into XLA's default limit of 64
-CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for a laptop's other programs
-TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; measured by benchmarks/verifying.py, on no GPU yet
+GPU_SHARE = 0.97  # of the remaining memory; the rest is for code and autotuning
+PINNED = 32.0  # GiB of pinned memory that fit into XLA's limit of 64
+CPU_SHARE = 0.25  # of the free memory, for KV blocks; the rest is for other programs
+TOKEN_COST = {"cpu": 120, "gpu": 4}  # see `Limits`; by benchmarks/verifying.py, on no GPU yet
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
 MEDIA_UNIT = 64  # embeddings of images
 USUAL_UNITS = 20  # of an image of a million pixels
@@ -66,42 +63,41 @@ class Setup:
     folder: Path
     spec: Spec
     family: Family
-    head: Head | None  # None: the model generates
+    head: Head | None  # None: it generates
     generation_config: dict[str, Any]
     platform: str
     devices: tuple[jax.Device, ...]  # pyright: ignore[reportInvalidTypeForm]
     layout: Layout  # over the first devices
     dtype: jnp.dtype
-    cache_dtype: jnp.dtype  # of keys and values
-    float8: str | None  # see `Geometry.float8`
+    cache_dtype: jnp.dtype
+    float8: str | None  # see `Geometry`
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kernels: Mapping[str, Choice]  # by operation
+    kernels: Mapping[str, Choice]
     drafting: Drafting | None
-    draft: DraftFolder | None  # of a draft model or an EAGLE-3 head
-    token_cost: int  # see `Limits.token_cost`
-    prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`, {} without one
-    images: Images | None = None  # how the model reads images
+    draft: DraftFolder | None
+    token_cost: int  # see `Limits`
+    prepared: Mapping[str, Any]  # the manifest by `jaxllm compile`
+    images: Images | None = None
     processor: Processor | None = None
-    encoder: Encoder | None = None  # of an encoder-decoder model
-    decoder_start: tuple[int, ...] = ()  # tokens with which its decoder begins
+    encoder: Encoder | None = None
+    decoder_start: tuple[int, ...] = ()  # tokens
 
     @property
     def stage_spec(self) -> Spec:
-        """The model that each pipeline stage computes; without stages the whole."""
         return stages.of_one(self.spec, self.layout)
 
     @property
     def max_source(self) -> int:
-        """Most tokens of an encoder's input; 0: the model has no encoder."""
+        """Most tokens of an encoder's input; 0: no encoder."""
         if self.encoder is None or self.encoder.num_mels:
             return 0 if self.encoder is None else self.encoder.spec.max_position
         return min(self.encoder.spec.max_position, self.max_model_len)
 
     @property
     def media_units(self) -> int:
-        """Units of the cache of images' embeddings: of eight images of usual size, of two of any, and of two steps."""
+        """Units for embeddings of eight images of usual size, of two of any, and of two steps."""
         if self.processor is None:
             return 0
         each = -(-self.processor.most_tokens // MEDIA_UNIT)
@@ -109,12 +105,10 @@ class Setup:
 
     @property
     def media_rows(self) -> tuple[int, int]:
-        """Return the rows and columns of the array of images' embeddings."""
         return self.media_units * MEDIA_UNIT, 0 if self.images is None else self.images.spec.row_width
 
     @property
     def local_devices(self) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-        """The devices of this process; a model over several hosts has others too."""
         return [device for device in self.devices if device.process_index == jax.process_index()]
 
 
@@ -153,8 +147,8 @@ def of_each_host(devices: Sequence[Any], count: int) -> list[Any]:
 def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: str) -> jnp.dtype:
     """Return the type of weights and activations, also the cache's default.
 
-    "auto" is float32 on a CPU (the fastest without 16-bit instructions, and the most exact); on a GPU it is the
-    checkpoint's type, with bfloat16 for float32.
+    "auto" is float32 on a CPU (the fastest without 16-bit instructions); on a GPU the checkpoint's type, with bfloat16
+    for float32.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
@@ -169,8 +163,8 @@ def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: 
 def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
     """Return the type of the cache's arrays, and of 8-bit floats that they store as bytes, if any.
 
-    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: a step of the embedded model took 72 MiB
-    of temporaries for a pool of 32 (jax 0.12).
+    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: 72 MiB of temporaries for a pool of 32
+    (jax 0.12).
     """
     if config.kv_cache_dtype == "auto":
         return dtype, None
@@ -234,10 +228,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 
 
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
-    """Return all choices that can be made without reading weights; `jaxllm doctor` prints them.
-
-    Without `needs_weights` a model of the hub is downloaded without its weights.
-    """
+    """Return all choices that need no weights, which are downloaded only if `needs_weights`."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
     given = config.max_model_len, config.runner, config.pooler_config, config.mm_processor_kwargs
     described = describe(folder, *given)
@@ -327,7 +318,6 @@ def decoder_start(settings: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _check_stored(config: EngineConfig, stored: StoredFormat) -> None:
-    """Raise UserError if a quantized checkpoint would be quantized to another kind."""
     kinds = {"int8": "int8", "fp8": "float8", "int4": "int4"}
     if config.quantization is not None and kinds[config.quantization] != stored.scheme.kind:
         raise UserError(
@@ -374,8 +364,8 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the number of slots and the tokens of a step.
 
-    The user's numbers take precedence over those of the manifest, `recorded`, which is ignored if only one of the two
-    is deterministic. A deterministic step always computes its full size, which is therefore small.
+    The user's numbers take precedence over the manifest's, `recorded`, which is ignored if only one of the two is
+    deterministic. A deterministic step always computes its full size, which is therefore small.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}
@@ -387,12 +377,12 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
         usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
-    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # leaves at least half of a step for prompts
+    tokens = tokens or max(usual_tokens, 2 * (slots or 0))  # at least half of a step for prompts
     return slots or min(usual_slots, tokens), tokens
 
 
 def free_bytes(setup: Setup) -> int | None:
-    """Return the free bytes of one device, measured before any allocation; None if the device does not report them."""
+    """Return the free bytes of one device, measured before any allocation; None if not reported."""
     if setup.platform == "cpu":
         count = min(len(setup.local_devices), len(setup.layout.devices))
         return psutil.virtual_memory().available // count  # virtual devices share the host's
@@ -415,7 +405,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
     described = describe_weights(config, setup)
     adapters = describe_adapters(config, setup)
     host = int(config.kv_offloading_size * (1 << 30))
-    if temporaries is None and host > psutil.virtual_memory().available:  # before anything is loaded
+    if temporaries is None and host > psutil.virtual_memory().available:
         raise UserError(
             f"kv_offloading_size is {memory_plan.size(host)}, and "
             f"{memory_plan.size(psutil.virtual_memory().available)} of the host's memory are free.",
@@ -436,7 +426,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
-        # Tables, tokens and extras of every slot, and a step's hidden states, see DeviceState.
+        # See DeviceState.
         slots=4
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
@@ -472,7 +462,6 @@ def describe_weights(config: EngineConfig, setup: Setup) -> Params[jax.ShapeDtyp
 
 
 def describe_tower(setup: Setup) -> Any:
-    """Describe the weights of the model's vision tower; without one the result has no leaves."""
     if setup.images is None:
         return ()
     declared = setup.images.spec.declare()
@@ -489,7 +478,6 @@ def declare_encoder(setup: Setup) -> Params[Weight]:
 
 
 def describe_encoder(setup: Setup) -> Any:
-    """Describe the weights of the model's encoder; without one the result has no leaves."""
     if setup.encoder is None:
         return ()
     return jax.tree.map(lambda weight: quantized.describe(weight, setup.layout, setup.dtype), declare_encoder(setup))
@@ -503,7 +491,7 @@ def describe_adapters(config: EngineConfig, setup: Setup) -> RowWeights | None:
 
 
 def cache_window(setup: Setup) -> int:
-    """Return the most tokens to which layers of the second group attend; 0 if there is one group."""
+    """Return the most tokens to which layers of the second group attend; 0 if one group exists."""
     return kv_cache.window_of(setup.spec, setup.max_model_len) if setup.head is None else 0
 
 
@@ -551,7 +539,7 @@ def describe_memory(plan: MemoryPlan, setup: Setup) -> str:
 
 
 def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> dict[str, Any]:
-    """Return the manifest: the inputs of programs besides the model's shapes (see aot_manifest.py)."""
+    """Return the manifest: the inputs of programs besides the model's shapes."""
     return {
         "jaxllm": __version__,
         "jax": jax.__version__,
