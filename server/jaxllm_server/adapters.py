@@ -1,7 +1,7 @@
 """LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
 
-Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so that the engine
-distinguishes a reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
+Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, which distinguishes a
+reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_mo
 
 @dataclass(eq=False)
 class Served:
-    """An adapter with its name and request counts."""
+    """An adapter with its request counts."""
 
     request: LoRARequest
     source: str
@@ -44,7 +44,7 @@ class Served:
 
 
 class ServedAdapters:
-    """The adapters of one server, by name."""
+    """A server's adapters by name."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
         self.num_finished_others = 0
@@ -83,7 +83,7 @@ class ServedAdapters:
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Keep an adapter in the engine within the context, even if it is unloaded."""
+        """Keep an adapter in the engine within the context, even if unloaded."""
         if served is None:
             yield
             return
@@ -102,7 +102,7 @@ class ServedAdapters:
             current.num_finished += 1
 
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
-        """Load an adapter from a folder below `--lora-root`; `in_place` allows replacing one of the same name.
+        """Load an adapter from a folder below `--lora-root`; `in_place` may replace one of the same name.
 
         Completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
         """
@@ -145,7 +145,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # no folder name to hide if the root is "/"
+                if root != root.parent:  # "/" hides no folder name
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -202,7 +202,7 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder; raise UserError if it is outside `root` or contains symlinks to the outside."""
+    """Return an adapter's folder; raise UserError if it is outside `root` or has symlinks to the outside."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)

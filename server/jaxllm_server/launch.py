@@ -1,6 +1,6 @@
 """`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
 
-Ports open before the model is loaded, so that probes get "not ready" from the first second.
+Ports open before the model is loaded, so that probes get "not ready" at once.
 
 Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
-CLOSE_SECONDS = 3.0  # to finish the running step at shutdown
-FAREWELL_SECONDS = 1.0  # to deliver the last errors to clients at shutdown
+CLOSE_SECONDS = 3.0  # for the running step to finish
+FAREWELL_SECONDS = 1.0  # to deliver the last errors
 SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
@@ -78,7 +78,7 @@ def configure_logging() -> None:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs the lack of a cache folder
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
-    # Hide invalid UTF-8 in metadata, which gRPC logs with a traceback and which may be a key.
+    # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
@@ -117,7 +117,7 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # no request was accepted yet
+                return 0  # no request was accepted
             loading.result()
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
@@ -145,7 +145,7 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports. Raises UserError."""
+        """Open the ports; raise UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -171,7 +171,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # includes ssl.SSLError
+        except (OSError, ValueError) as error:  # or ssl.SSLError
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error

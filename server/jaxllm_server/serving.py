@@ -1,7 +1,4 @@
-"""Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s.
-
-Owns the limits of a request and the served model names.
-"""
+"""Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # bytes per prompt token: an integer in a list, a tuple and the engine's arrays
+_TOKEN_BYTES = 56  # per prompt token: an integer in a list, a tuple and the engine's arrays
 
 
 class Serving:
@@ -65,7 +62,7 @@ class Serving:
         self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the adapter's name, or the first served name, as in vLLM. Raises NotFoundError."""
+        """Return the adapter's name, or the first served name, as in vLLM; raise NotFoundError."""
         served = self._served(name, adapter)
         return self.names[0] if served is None else served.name
 
@@ -81,7 +78,7 @@ class Serving:
     def check_room(self, client: str, pools: bool | None = None) -> None:
         """Raise if the client has no quota left or the queue is full; called before the body is read.
 
-        `pools`: whether the request is for pooling; None if unknown.
+        `pools`: the request is for pooling; None if unknown.
         """
         self.shares.check(client)
         self.engine.check_room()
@@ -91,7 +88,7 @@ class Serving:
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Called before the first is generated: if a later call fails, the work of the others is lost.
+        Called before the first is generated, whose work a later call's failure would waste.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -199,7 +196,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Yield the effective priority. With several API keys, each client's urgent requests are limited."""
+        """Yield the effective priority; with several API keys, each client's urgent requests are limited."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -211,7 +208,7 @@ class Serving:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message and the call
+            entry.charge(REQUESTS, 2 * call.num_bytes)  # message and call
             yield entry
 
     @property
@@ -223,19 +220,18 @@ class Serving:
     ) -> dict[str, Any]:
         """Return the engine's prompt: token ids, text if known, and cache salt.
 
-        Raises UserError if it exceeds the context and `params` do not truncate it. `model` is that of the call's
-        adapter.
+        Raises UserError if it exceeds the context and `params` do not truncate it. `model` is the adapter's.
         """
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return the engine's adapter, read again if it was evicted from host memory; None for the base model."""
+        """Return the engine's adapter, read again if evicted from host memory; None for the base model."""
         if served is None:
             return None
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # its path is hidden from the client
+        except UserError as error:  # the client must not see its path
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
@@ -261,13 +257,14 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """The scope of unique request ids: the client if keys distinguish clients, else ""."""
+        """Return the scope of unique request ids: the client if keys distinguish clients, else ""."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the salt of the prefix cache. With several API keys it begins with the client's name.
+        """Return the prefix cache's salt.
 
-        A caller cannot produce another client's salt, since a caller's salt has no colon.
+        With several API keys it begins with the client's name. A caller's salt has no colon, so it cannot equal another
+        client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{client}:{given or ''}"}
@@ -299,7 +296,7 @@ class Serving:
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
-        """Return the text of a prompt for `echo`; empty without a tokenizer."""
+        """Return a prompt's text for `echo`; empty without a tokenizer."""
         if isinstance(prompt, str):
             return prompt
         if isinstance(await self.tokenizer_of(model, client), NoTokenizer):

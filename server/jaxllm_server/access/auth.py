@@ -1,8 +1,8 @@
 """API keys, for both protocols.
 
 Without keys all calls are open. Calls that show or affect all clients' work (gRPC's control service; HTTP /load,
-/metrics, and loading adapters) require an admin key if any, or several API keys, are configured. An admin key is also
-an API key.
+/metrics, loading adapters) require an admin key if any, or several API keys, are configured. An admin key is also an
+API key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ADMIN = "admin-"
 
 
 class Keys:
-    """A server's keys, stored as digests."""
+    """A server's keys, as digests."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
         self._has_api = bool(api_keys)
@@ -28,7 +28,7 @@ class Keys:
     def check(self, header: str | None, admin: bool = False) -> str | None:
         """Check an Authorization header, if any; return the key's name ("key-0") if one is needed.
 
-        Raises AuthError for a missing or unknown key, AdminRequiredError for one without admin rights.
+        Raises AuthError for a missing or unknown key, AdminRequiredError without admin rights.
         """
         if not self._has_api and not (admin and self._has_admins):
             return None
@@ -36,7 +36,7 @@ class Keys:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
         scheme, _, key = header.partition(" ")
         digest = _digest(key.strip(" "))
-        # All keys are compared, by digests of equal length, so timing reveals nothing (vLLM CVE-2025-59425).
+        # Digests of all keys are compared, so timing reveals nothing (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
             raise AuthError("Unknown API key.", False)
@@ -52,5 +52,5 @@ def only_header(values: Sequence[str]) -> str | None:
 
 
 def _digest(key: str) -> bytes:
-    # Surrogates from headers that are not UTF-8 must not raise; no real key contains them.
+    # Surrogates from headers that are not UTF-8 must not raise.
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

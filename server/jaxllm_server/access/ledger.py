@@ -14,13 +14,13 @@ from jaxllm.errors import OverloadedError
 from jaxllm_server.access.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
-BODIES = "bodies"  # bodies being received or parsed
+BODIES = "bodies"  # being received or parsed
 REQUESTS = "requests"
 PROMPTS = "prompts"  # texts and token ids
-OUTPUTS = "outputs"  # log-probabilities of complete answers
-ANSWERS = "answers"  # serialized complete answers
+OUTPUTS = "outputs"  # log-probabilities of whole answers
+ANSWERS = "answers"  # serialized whole answers
 RESPONSES = "responses"
-_FREE_BYTES = 64 << 10  # per request and account, exempt from limits: small requests are never refused
+_FREE_BYTES = 64 << 10  # per request and account, not counted: small requests are never refused
 _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
@@ -32,7 +32,7 @@ _LOOKED_AT = 256
 
 
 class Ledger:
-    """The accounts of a server."""
+    """A server's accounts."""
 
     def __init__(self, options: ServerOptions) -> None:
         most = {BODIES: options.most_receiving_bytes, REQUESTS: options.most_request_bytes}
@@ -68,7 +68,7 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Raise OverloadedError, and charge nothing, if the bytes exceed the account's limit."""
+        """Charge bytes; raise OverloadedError, charging nothing, beyond the account's limit."""
         bound = self._ledger.bounds.get(account)
         if bound is not None:
             before = self._held[account]
@@ -98,7 +98,7 @@ class Entry:
 
 
 def size_of(document: Any) -> int:
-    """Return the size in bytes; equal object keys share memory.
+    """Return the size of parsed JSON in bytes; equal object keys share memory.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000

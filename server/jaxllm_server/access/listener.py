@@ -9,15 +9,15 @@ import ssl
 from collections.abc import Callable
 
 _log = logging.getLogger("jaxllm.server.listener")
-RETRY_SECONDS = 1.0  # before accepting again; asyncio's servers and gRPC wait this long
+RETRY_SECONDS = 1.0  # as asyncio's servers and gRPC
 _MOST_AT_ONCE = 64
 
 
 class Listener:
     """Accepts connections; without free descriptors it pauses, and connections wait in the backlog.
 
-    uvloop would retry without pause: libuv keeps a spare descriptor to reject such connections, and loses it if another
-    thread, such as gRPC's, takes it first (100 % of a core in every second trial, measured).
+    uvloop would retry without pause: libuv rejects such connections with a spare descriptor, and loses it if another
+    thread takes it (100 % of a core in every second trial, measured).
     """
 
     def __init__(

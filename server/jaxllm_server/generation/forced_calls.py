@@ -1,7 +1,7 @@
 """Builds the JSON schema of an answer that must call tools. Pure.
 
 As in vLLM (tool_parsers/utils.py, get_json_schema_from_tools), except that a tool without parameters takes only `{}`,
-and references are local to each tool, so that equal names may differ.
+and references are local to each tool, whose names may recur.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a tool's parameters as the schema of an object."""
+    """Return a tool's parameters as an object's schema."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
@@ -76,7 +76,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
 
 
 def moved(schema: Any, to: str) -> Any:
-    """Prefix internal references by the path `to`; the schema has at most 64 levels."""
+    """Prefix internal references by `to`; the schema has at most 64 levels."""
     if isinstance(schema, list):
         return [moved(item, to) for item in schema]
     if not isinstance(schema, Mapping):

@@ -99,7 +99,7 @@ class OutputReader:
             return "length" if most is not None and self._num_tokens[index] >= most else "context"
         if reason == "stop" and num_calls:
             return "tool_calls"
-        return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
+        return reason  # pyright: ignore[reportReturnType] - the engine raises "error"
 
     def _make_splitter(self) -> Splitter:
         tools = (None, None) if self._tool_parsers is None else self._tool_parsers()
@@ -121,7 +121,7 @@ class Splitter:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        # A model may call a tool before ending its reasoning.
+        # A model may call a tool while reasoning.
         self._early_tools = early_tools if reasoning is not None and reasoning.may_hold_calls else None
         self._tokens = tokens
         self.num_calls = 0
@@ -150,7 +150,7 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Return how many of the ids are reasoning; their text must have been pushed."""
+        """Return the number of reasoning tokens in `ids`, after `push` of their text."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)

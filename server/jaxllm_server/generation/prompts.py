@@ -38,7 +38,7 @@ LEFT_OUT = 4  # maximum size of a conversation, in contexts: templates may omit 
 
 
 class Prompts:
-    """Builds the prompts of a served model. `off_loop` runs slow work outside the event loop.
+    """Builds a model's prompts; `off_loop` runs slow work outside the event loop.
 
     `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
     """
@@ -100,7 +100,7 @@ class Prompts:
             if images and kept is not None:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}  # the text would not match the truncated ids
+                return {"prompt_token_ids": ids[:kept]}  # the text would not match
             return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
@@ -125,10 +125,10 @@ class Prompts:
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
     def _encode_chat(self, call: Call, most: int, model: ModelInfo) -> tuple[str, list[int], list[Prepared]]:
-        """Return text and token ids, up to `most` tokens, and images; slow.
+        """Return text and token ids, up to `most`, and images; slow.
 
-        All texts count, as copying and searching them takes time even if the template omits them: an ignored key of
-        1,300,000 empty lists took 16 s.
+        All texts count, even omitted by the template: an ignored key of 1,300,000 empty lists took 16 s to copy and
+        search.
         """
         tokenizer, most_images = model.tokenizer, self._engine.config.most_images
         given, images = take_images(call.messages or (), model.processor, self._sources, most_images)

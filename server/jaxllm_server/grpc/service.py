@@ -1,6 +1,6 @@
 """The services of `jaxllm.v1`: inference and control.
 
-However a call ends, the iterator of `Serving` is closed, which aborts the request in any phase.
+However a call ends, the iterator of `Serving` is closed, which aborts the request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
             return reply.response(chunk)
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Stream new output. Sends nothing, headers included, before the first tokens, so that clients can retry."""
+        """Stream new output; send nothing, not even headers, before the first tokens, so that clients can retry."""
         chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
@@ -121,7 +121,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
-        """Return the chunks of a request, not yet started, and their converter."""
+        """Return a request's chunks, not yet started, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, reading.call_of, request_id, stream=stream, max_json_depth=most)
@@ -131,7 +131,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Generate under the id from the metadata, or a derived id while that is in use."""
+        """Generate under the id from the metadata, or a derived one while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
@@ -261,7 +261,7 @@ class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Rename the parameters of errors to the fields of messages."""
+    """Rename parameters of errors to fields of messages."""
     try:
         yield
     except UserError as error:

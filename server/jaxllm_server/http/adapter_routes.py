@@ -1,4 +1,4 @@
-"""HTTP routes with which an administrator loads and unloads adapters."""
+"""HTTP routes that load and unload adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP front end as an ASGI app: admission, routing, and conversion of exceptions to responses."""
+"""The HTTP server as an ASGI app: admission, routes, error answers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _NOT_FOUND = "no route"
 def make_app(
     serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
 ) -> ASGIApp:
-    """Return the ASGI app. While the engine is loading, routes that need it answer 503."""
+    """Return the ASGI app; while the engine loads, routes that need it answer 503."""
     endpoints = Endpoints(serving, options, observer, tracer or Tracer())
     router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
     return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
 
 
 class Front:
-    """The outermost app: assigns request ids, answers exceptions and records metrics."""
+    """The outermost app: assigns request ids, answers exceptions, records metrics."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard
@@ -104,7 +104,7 @@ class Front:
                 try:
                     seconds = time.monotonic() - began
                     self._observer.request_handled("http", record["route"], status or CLIENT_GONE, seconds)
-                except Exception:  # statistics must not fail a request
+                except Exception:
                     _log.exception("the observer failed")
 
 

@@ -1,4 +1,4 @@
-"""The table of HTTP routes, and the handlers for text and tokens."""
+"""The table of HTTP routes; handlers for text and tokens."""
 
 from __future__ import annotations
 

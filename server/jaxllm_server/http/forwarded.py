@@ -41,7 +41,7 @@ class Proxies:
 
 
 def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Accept an optional port, and IPv4-mapped addresses; None for other text."""
+    """Parse an address with optional port, mapped to IPv4 if possible; None for other text."""
     if written.startswith("["):
         written = written[1:].partition("]")[0]
     elif written.count(":") == 1:

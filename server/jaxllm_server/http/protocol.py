@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits on head size and time, message size, and stalled readers."""
+"""uvicorn's HTTP/1.1 protocol with limits on heads, bodies and stalled readers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 READ_BYTES = 32 * 1024  # per read; a body may exceed its limit by this much
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
-MAX_PIPELINED = 64  # requests queued after the current one; uvicorn has no limit
-TRANSPORT = "jaxllm.transport"  # scope extension: the connection's asyncio.Transport
-UPGRADE = "jaxllm.upgrade"  # scope extension of a WebSocket request: `BoundedProtocol.upgrade`
+MAX_PIPELINED = 64  # queued; uvicorn has no limit
+TRANSPORT = "jaxllm.transport"  # in scope extensions: the connection's asyncio.Transport
+UPGRADE = "jaxllm.upgrade"  # in scope extensions, for WebSocket requests: `BoundedProtocol.upgrade`
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast(Any, protocol_of(options)),  # instantiated per connection by `HttpServer`
+        http=cast(Any, protocol_of(options)),  # instantiated by `HttpServer`
         ws="none",
         lifespan="off",
         log_config=None,
@@ -51,7 +51,7 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
-    """Return the protocol class, for one event loop."""
+    """Return the protocol class for one event loop."""
 
     class Connection(BoundedProtocol):
         max_head_bytes = options.max_header_bytes
@@ -100,20 +100,20 @@ class BoundedProtocol(HttpToolsProtocol):
     """A connection; subclasses set the limits."""
 
     max_head_bytes: int
-    max_body_bytes: int  # excluding chunk framing, which may be as large
+    max_body_bytes: int  # without chunk framing, which may be as large
     head_seconds: float | None  # for a complete head, from its first byte or the connection's start
-    stall_seconds: float | None  # for the client to read pending output
+    stall_seconds: float | None  # for pending output to be read
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0  # of the current message, approximately: a segment may contain the next one
+    _num_bytes = 0  # of the current message; a segment may contain the next one
     _num_body_bytes = 0
     _segment = b""
     _offers_socket = False
     _socket: WebSocket | None = None
-    _is_last = False  # drop bytes after the current request
-    parser: Any  # httptools' parser; None after disconnect
+    _is_last = False  # drop further bytes
+    parser: Any  # httptools'; None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header of the head; ignore trailers after the body."""
+        """Store a header; ignore trailers after the body."""
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -195,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_head()  # limits an unread body: uvicorn's timer stops at the first byte
 
     def pause_writing(self) -> None:
-        """Block the app until the client reads; abort the connection if that takes `stall_seconds`."""
+        """Block the app until the client reads; abort after `stall_seconds`."""
         super().pause_writing()
         if self.stall_seconds is not None:
             self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
@@ -215,9 +215,9 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a WebSocket request; later bytes go to the socket that `make` returns.
+        """Accept a WebSocket request; later bytes go to the socket from `make`.
 
-        Raises Refusal if the client has already sent further bytes.
+        Raises Refusal if the client has sent further bytes.
         """
         if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
             raise Refusal(400, "No data may follow a request to upgrade.", "BAD_HEADER", closes=True)
@@ -252,10 +252,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Handle an offer of another protocol, as in the first request of Java's client, as plain HTTP/1.1.
+        """Handle an offer of another protocol, as Java's client makes, as plain HTTP/1.1.
 
-        The parser would parse the body as a request, so the head is parsed again without the offer. The app may still
-        accept a WebSocket.
+        The head is parsed again without the offer, since the parser would take the body for a request. The app may
+        still accept a WebSocket.
         """
         stopped = sys.exception()
         assert stopped is not None
@@ -268,7 +268,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 
     def _abort_later(self) -> None:
-        """Abort the connection after `stall_seconds`: a client that does not read can delay asyncio's close."""
+        """Abort after `stall_seconds`: a client that does not read can delay asyncio's close."""
         if self.stall_seconds is not None and self._aborting is None:
             self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
@@ -283,7 +283,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        if not self._num_bytes or not self._is_in_head:  # an idle connection, or the rest of a refused body
+        if not self._num_bytes or not self._is_in_head:  # idle, or a refused body's rest
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
@@ -291,12 +291,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app and close, after the answers to earlier requests."""
+        """Answer without the app, after earlier answers, and close."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
             return
-        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else another answer is in progress
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # no other answer is in progress
             status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))

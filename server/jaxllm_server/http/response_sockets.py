@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxllm_server.http.web_socket import WebSocket
 
 ROUTE = "/v1/responses (WebSocket)"
-MOST_SECONDS = 3600.0  # per connection, as in OpenAI's server and Open Responses
+MOST_SECONDS = 3600.0  # per connection, as at OpenAI
 KEPT = "jaxllm.kept"  # scope key: the connection's `ConnectionResponses`
 _TOO_OLD = {
     "type": "invalid_request_error",
@@ -43,7 +43,7 @@ _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 
 
 class ResponseSockets:
-    """The WebSockets of a server; `kept_for` creates a connection's private store."""
+    """A server's WebSockets; `kept_for` creates a connection's private store."""
 
     def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], ConnectionResponses]) -> None:
         self._options = options
@@ -56,7 +56,7 @@ class ResponseSockets:
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})
-        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # imported lazily: rarely needed
+        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # rarely needed
 
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
@@ -152,7 +152,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Skip `error`, so that a failed response has one terminal event."""
+        """Send an event, except `error`: a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

@@ -1,7 +1,7 @@
 """The routes of the Responses API.
 
-A response is stored when it ends, unless its client disconnected before. A background response runs to its end for
-polling clients; a cancelled one is stored as is.
+A response is stored when it ends, unless its client disconnected before. A background response runs to its end; a
+cancelled one is stored as is.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
-_LARGE = 256 << 10  # bytes of JSON, 1 ms (measured); above, in a thread
-_MANY_ITEMS = 512  # items, 4 µs each (measured)
-_MOST_LISTED, _LISTED = 100, 20  # items per page: OpenAI's limit and default
+_LARGE = 256 << 10  # bytes of JSON, 1 ms; above, in a thread
+_MANY_ITEMS = 512  # 4 µs each (measured)
+_MOST_LISTED, _LISTED = 100, 20  # OpenAI's limit and default
 
 
 class KeepingWriter(NamedWriter):
-    """Writes an answer, and passes the final response to `keep`."""
+    """Writes an answer; passes the final response to `keep`."""
 
     def __init__(self, reply: ResponseReply, head: Mapping[str, Any], keep: Callable[[bytes], None]) -> None:
         super().__init__(reply, head)
@@ -87,12 +87,12 @@ class Job:
     task: asyncio.Task[None]
     reply: ResponseReply
     num_bytes: int  # of the body and the earlier conversation
-    kept: asyncio.Future[None]  # done when the response is stored
+    kept: asyncio.Future[None]  # done once stored
     writing: asyncio.Future[bytes] | None = None
 
 
 class ResponseEndpoints:
-    """Handlers of the routes."""
+    """Handlers of the Responses API's routes."""
 
     def __init__(self, answering: Answering, tracer: Tracer, places: CallLimit) -> None:
         self._serving, self._options = answering.serving, answering.options
@@ -275,7 +275,7 @@ class ResponseEndpoints:
     async def _kept_items(
         self, ids: set[str], client: str, kept_here: ConnectionResponses | None
     ) -> Mapping[str, Item]:
-        """Return stored items by id, without those that are missing."""
+        """Return stored items by id, except missing ones."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:
@@ -351,7 +351,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Return once the cancelled response has ended."""
+        """Cancel a background response; return it once stored."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()

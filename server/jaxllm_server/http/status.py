@@ -1,6 +1,6 @@
-"""HTTP routes about the server: models, state, load and metrics.
+"""HTTP routes about the server.
 
-`/health`, `/live` and `/ready` read the engine's state without waiting for it.
+`/health`, `/live` and `/ready` read the engine's state without waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOW = Body(
 
 
 class StatusEndpoints:
-    """Handlers of the routes about the server: models, state, load and metrics."""
+    """Handlers of models, state, load and metrics."""
 
     def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
         self._serving, self._options = answering.serving, answering.options

@@ -1,4 +1,4 @@
-"""HTTP routes, by vLLM's names, with which an administrator pauses an engine, lets it sleep, and updates weights."""
+"""HTTP routes, by vLLM's names, that pause an engine, let it sleep and update weights."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class WeightHandlers:
         mode, clear = _mode(request), request.query_params.get("clear_cache")
         if clear not in (None, "true", "false"):
             raise UserError(f"clear_cache must be true or false, got {clear!r:.80}.", "clear_cache")
-        # As in vLLM, kept requests keep the cache.
+        # Kept requests keep the cache, as in vLLM.
         await self._serving.engine.pause(mode, None if clear is None or mode == "keep" else clear == "true")
         return json_response({"status": "paused"})
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 SECONDS = 10.0
-_MOST_LINES = 64  # remembered lines; a line with a request id does not recur
+_MOST_LINES = 64  # lines with a request id do not recur
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes each line of some loggers once per ten seconds, and counts the suppressed repetitions.
+    """Passes each line of some loggers once per ten seconds, and counts suppressed ones.
 
     Add it to a handler: filters of loggers would outlive the handler.
     """
@@ -35,5 +35,5 @@ class RateLimitFilter(logging.Filter):
             record.msg, record.args = f"{line} (repetitions not shown: {num_left_out})", None
         self._lines[line] = now, 0
         if len(self._lines) > _MOST_LINES:
-            del self._lines[next(iter(self._lines))]  # the oldest
+            del self._lines[next(iter(self._lines))]
         return True

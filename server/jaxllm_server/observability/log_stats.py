@@ -20,7 +20,7 @@ class Engine(Protocol):
 
 
 class Counts(NamedTuple):
-    """The counters of the line at one time."""
+    """Counters at one time."""
 
     seconds: float
     prompt_tokens: int
@@ -33,7 +33,7 @@ def counts_of(metrics: Metrics, now: float) -> Counts:
 
 
 def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
-    """Return None if the engine was idle.
+    """Return the line, or None if the engine was idle.
 
     The hit rate covers prompts begun in the interval, else all earlier ones.
     """

@@ -82,7 +82,7 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-CLIENT_GONE = 499  # client closed the connection: nginx's status, not in HTTPStatus
+CLIENT_GONE = 499  # nginx's status for a closed connection, not in HTTPStatus
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {
@@ -184,7 +184,7 @@ _DEVICE_BYTES = MappingProxyType({"bytes_in_use": "in_use", "peak_bytes_in_use":
 class Histogram:
     """A Prometheus histogram with upper `bounds` of its buckets.
 
-    `observe(value, count)` adds a value `count` times, in a few hundred nanoseconds regardless of `count`.
+    `observe` adds a value `count` times, in a few hundred nanoseconds.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -197,7 +197,7 @@ class Histogram:
         self._sum += value * count
 
     def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulative counts up to `highest`, and the sum of values."""
+        """Return cumulative counts up to `highest`, and the values' sum."""
         totals = list(accumulate(self._counts))
         shown = [
             (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
@@ -206,7 +206,7 @@ class Histogram:
 
 
 class FinishedRequests(Protocol):
-    """The finished requests of an adapter."""
+    """An adapter's finished requests."""
 
     @property
     def name(self) -> str: ...
@@ -216,7 +216,7 @@ class FinishedRequests(Protocol):
 
 
 class FinishedByAdapter(Protocol):
-    """The finished requests of all adapters."""
+    """All adapters' finished requests."""
 
     @property
     def num_finished_others(self) -> int:
@@ -261,7 +261,7 @@ class PrometheusObserver(Collector):
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Observe the lengths and durations of a finished request.
+        """Observe a finished request's lengths and durations.
 
         Prompt tokens count once per request, as in `prompt_tokens_total`; in vLLM once per output.
         """
@@ -300,7 +300,7 @@ class PrometheusObserver(Collector):
         """Record an answered call.
 
         `protocol` is "http" or "grpc"; `route` a template such as `/v1/completions`, or `package.Service/Method`;
-        `code` an HTTP status (499: client closed) or a gRPC code. Unknown routes and codes become "other".
+        `code` an HTTP status (499: client closed) or a gRPC code. Unknown ones become "other".
         """
         known_routes, known_codes = _ROUTES[protocol], _CODES[protocol]
         route = route if protocol == "http" else route.removeprefix("/")
@@ -319,7 +319,7 @@ class PrometheusObserver(Collector):
         yield from self._handled_families()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no descriptions: the engine may not be loaded yet."""
+        """Return nothing: the engine may not be loaded."""
         return ()
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -368,7 +368,7 @@ class PrometheusObserver(Collector):
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
         """Yield the adapters in use, as labels of one sample, and finished requests by adapter.
 
-        Routers read the newest sample, whose value is the time.
+        Routers read the newest sample: its value is the time.
         """
         labels = {
             "max_lora": str(self._engine.config.max_loras),
@@ -395,10 +395,7 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield metrics of programs and device memory.
-
-        None while the model is loading, when querying JAX would block.
-        """
+        """Yield metrics of programs and device memory; nothing while the model loads, when querying JAX would block."""
         report = self._engine.device_report()
         if report is None:
             return

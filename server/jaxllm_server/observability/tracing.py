@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, as children of the client's `traceparent`.
 
-`current_span` lets other code add attributes, with vLLM's names (vllm/tracing.py: `llm_request`, `gen_ai.*`). The
-packages, in `jaxllm[otel]`, are imported only if an endpoint is set.
+Attributes have vLLM's names (vllm/tracing.py: `llm_request`, `gen_ai.*`). The packages, in `jaxllm[otel]`, are imported
+only if an endpoint is set.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
-_MOST_CHARACTERS = 256  # of an error's text
+_MOST_CHARACTERS = 256  # of an error
 FAREWELL_SECONDS = 2.0
 
 
 class Span:
-    """The span of a call; this class, without tracing, does nothing."""
+    """A call's span; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Set attributes, except those that are None; `name` renames the span."""
+        """Set attributes that are not None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""
@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Return the span of the current call; outside of calls, one that does nothing."""
+    """Return the current call's span; outside of calls, one that does nothing."""
     return _current.get()
 
 
@@ -60,7 +60,7 @@ class Tracer:
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start the task's current span, in the client's trace if any; an invalid `traceparent` is ignored."""
+        """Start the task's current span, in the client's trace if any; ignore an invalid `traceparent`."""
         return NO_SPAN
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class _RecordedSpan(Span):
 
 
 class _RecordingTracer(Tracer):
-    """A tracer with a separate provider, leaving OpenTelemetry's global one unused."""
+    """A tracer with a separate provider, not OpenTelemetry's global one."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -181,7 +181,7 @@ def tracer_to(exporter: SpanExporter) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
-    # `close` flushes; waiting at exit could hang on the collector.
+    # `close` flushes; at exit this could hang.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

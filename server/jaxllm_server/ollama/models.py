@@ -1,4 +1,4 @@
-"""Describe served models in Ollama's form. Pure.
+"""Model descriptions in Ollama's form. Pure.
 
 Fields about a model file or family are empty, which clients accept.
 """

@@ -67,7 +67,7 @@ class CompletionReply:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
             self.names = {**self.names, "prompt_logprobs": "logprobs"}
         self.echo_of = prompts if flag(fields, "echo", False) else []
-        # echo with max_tokens 0 scores the prompt and generates nothing, as in OpenAI's API and vLLM.
+        # echo with max_tokens 0 scores the prompt, as in OpenAI's API and vLLM.
         asked, least = fields.get("max_tokens"), fields.get("min_tokens")
         self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
         if self._scores_prompt:
@@ -80,7 +80,7 @@ class CompletionReply:
         self._chooses = num_candidates is not None
         if num_candidates is not None:
             sampling["n"] = num_candidates
-            sampling.setdefault("logprobs", 0)  # the sampled tokens', to rank candidates
+            sampling.setdefault("logprobs", 0)  # to rank candidates
             self.names = {**self.names, "n": "best_of"}
         check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         if len(prompts) > 1 and fields.get("kv_transfer_params"):
@@ -132,7 +132,7 @@ class CompletionReply:
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Yield the choices of a call's chunk, setting `_usages` for each to the tokens up to and including it."""
+        """Yield the choices of a call's chunk, and set `_usages` for each to the tokens so far."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -188,8 +188,8 @@ class CompletionReply:
 def numbered(request_id: str, number: int, most: int) -> str:
     """Append `-number` to a request id.
 
-    If the result would exceed `most` characters, a digest replaces the end of the id; an id that alone exceeds them is
-    not shortened, so that validation refuses it.
+    Beyond `most` characters, a digest replaces the id's end; an id that alone exceeds them stays, for validation to
+    refuse.
     """
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
@@ -284,7 +284,7 @@ def _says_something(part: Part, form: Form) -> bool:
 
 
 class Offset:
-    """The character offset of the next token, without incomplete characters."""
+    """The next token's character offset, without incomplete characters."""
 
     def __init__(self, start: int) -> None:
         self.characters = start
@@ -305,9 +305,9 @@ def columns_of(
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
-    """Return the columns of OpenAI's `logprobs`, an entry per token; advance `offset` to the end of the tokens.
+    """Return the columns of OpenAI's `logprobs`, an entry per token; advance `offset`.
 
-    `first` is the first token of an echoed prompt, which has no log-probability.
+    `first` is an echoed prompt's first token, which has no log-probability.
     """
     if entries is None or form.num_logprobs is None:
         return None

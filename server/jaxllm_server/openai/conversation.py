@@ -21,7 +21,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the `Call` fields of the prompt; tools and template variables are validated later.
+    """Return the prompt's `Call` fields; tools and template variables are validated later.
 
     `prompt_token_ids` replace the rendered prompt (vllm-project/vllm#55771); messages then only serve for echo.
     """
@@ -52,7 +52,7 @@ def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = Fals
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return `prompt_token_ids`, if given, whose range the engine checks; refuse fields that would not affect them."""
+    """Return `prompt_token_ids`, with unchecked range, or None; refuse fields that would not affect them."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None

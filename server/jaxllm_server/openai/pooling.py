@@ -1,6 +1,6 @@
 """`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure.
 
-The first is OpenAI's, the last Jina's and Cohere's, the others and all extensions vLLM's.
+The first is OpenAI's, the last Jina's and Cohere's; the others and extensions are vLLM's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
 _UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
 _UNBUILT_OF_PAIRS = {
     **_UNBUILT,
-    "truncation_side": ("right",),  # the second text of a pair is truncated at its end
+    "truncation_side": ("right",),  # a pair's second text is truncated at its end
     "max_tokens_per_query": (0,),
     "max_tokens_per_doc": (0,),
     "max_chunks_per_doc": (),
@@ -212,7 +212,7 @@ class RerankReply(PoolReply):
         return super().items(ranked[: self._top or None], labels)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Write the usage in Jina's form and in Cohere's."""
+        """Write the usage in Jina's and Cohere's form."""
         billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
         return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
 

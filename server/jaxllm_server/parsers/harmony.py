@@ -3,7 +3,7 @@
 A message is `<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>…` up to `<|end|>`, `<|call|>`
 or `<|return|>`. The prompt ends with `<|start|>assistant`, which the recipient may also follow. A message with a
 recipient is a call; otherwise, channel `analysis` is reasoning, and the rest is content: the answer, or a preamble on
-channel `commentary`. The reasoning parser passes calls on to the call parser.
+channel `commentary`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENDS = (END, _CALL, "<|return|>")
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _ANALYSIS = "analysis"
 _RECIPIENT = "to="
-_MAX_HEADER = 512  # characters of a message's header; a longer one is text
+_MAX_HEADER = 512  # characters; a longer header is text
 FINAL = f"{_CHANNEL}final{_MESSAGE}"
 CHANNEL = _CHANNEL
 CALL_HEADERS = tuple(
@@ -57,7 +57,7 @@ class _Piece:
 
 
 class _Messages(MarkerReader):
-    """Splits an output into messages; text outside any is one without header."""
+    """Splits an output into messages; text outside any has no header."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Messages(MarkerReader):
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Keep held-back text, except an unfinished header or, if truncated, a partial marker."""
+        """Keep held-back text, except an unfinished header or a truncated marker."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
@@ -87,7 +87,7 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """Read on after a message's start, up to the channel; a recipient may precede it."""
+        """Read on after a message's start, up to the channel."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])
@@ -181,7 +181,7 @@ class _Content:
 
 
 class HarmonyReasoning:
-    """Splits an output into reasoning and content; calls stay in the content, with headers, for `HarmonyParser`."""
+    """Splits an output into reasoning and content, in which calls stay for `HarmonyParser`, with headers."""
 
     markers = _MARKERS
     may_hold_calls = False
@@ -215,9 +215,9 @@ class HarmonyReasoning:
 
 
 class HarmonyParser(ToolParser):
-    """Splits an output into content and calls; remaining reasoning is content.
+    """Splits an output into content, remaining reasoning included, and calls.
 
-    A call's arguments are its message's text, unchanged, or `{}` if empty.
+    Arguments are a message's text, unchanged, or `{}` if empty.
     """
 
     markers = _MARKERS
@@ -263,7 +263,7 @@ class AnalysisTokens:
         self._is_analysis = self._is_text = False
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count text tokens on channel `analysis`; `is_reasoning` is unused."""
+        """Count text tokens on channel `analysis`."""
         number = 0
         for token in ids:
             if token == self._channel or token in self._ends:

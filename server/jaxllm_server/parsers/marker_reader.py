@@ -10,7 +10,7 @@ class MarkerReader:
 
     def __init__(self) -> None:
         self._read: Callable[[str, int], int]  # state: reads from an index, returns the next
-        self._partial = ""  # text that may become a marker
+        self._partial = ""  # may become a marker
 
     def _feed(self, text: str) -> None:
         position = 0
@@ -20,7 +20,7 @@ class MarkerReader:
     def _match(self, text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str | None]:
         """Extend `_partial` by `text`; return the end index and the completed marker, if any.
 
-        A marker contains its first character once, so a mismatch cannot leave another begun inside `_partial`.
+        A marker contains its first character once, so a mismatch leaves no other marker begun in `_partial`.
         """
         for position in range(start, len(text)):
             longer = self._partial + text[position]

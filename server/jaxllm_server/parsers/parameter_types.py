@@ -1,4 +1,4 @@
-"""Converts the text of a parameter to JSON by its tool's schema. Pure.
+"""Converts a parameter's text to JSON by its tool's schema. Pure.
 
 Text of another type or of an unknown parameter becomes a string, as in vLLM (tool_parsers/utils.py,
 qwen3coder_tool_parser.py).
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxllm_server.parsers.python_literal import as_json
 
-# Type names in use that JSON Schema lacks, as in vLLM.
+# Type names that JSON Schema lacks, as in vLLM.
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 )
@@ -92,7 +92,7 @@ def is_text(types: Sequence[str]) -> bool:
 
 
 def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> str:
-    """Return the matching value of `choices`, or the first of `types` that fits."""
+    """Return the matching value of `choices`, or the text as the first of `types` that fits."""
     word = text.strip()
     for value in choices:
         if text == value or (not isinstance(value, str) and _is_written(word, value)):

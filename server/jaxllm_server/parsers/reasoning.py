@@ -18,16 +18,16 @@ TokenId = Callable[[str], int | None]
 
 
 class ReasoningParser(Protocol):
-    """Splits an output in linear time, independently of how the text is chunked."""
+    """Splits an output in linear time, independently of its chunks."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tags, often special tokens, that detokenization must keep."""
+        """Tags that detokenization must keep."""
         ...
 
     @property
     def may_hold_calls(self) -> bool:
-        """Whether a tool call inside reasoning stays in its text."""
+        """Whether a call inside reasoning stays in its text."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class ReasoningParser(Protocol):
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return held-back text, except a partial tag if the output was truncated."""
+        """Return held-back text, except a partial tag of a truncated output."""
         ...
 
 
@@ -55,19 +55,19 @@ class ReasoningMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TaggedReasoning:
-    """A model's reasoning tags. All start tags share a first character, as do all end tags."""
+    """A model's reasoning tags. Start tags share a first character, as do end tags."""
 
     starts: tuple[str, ...]
-    ends: tuple[str, ...]  # the model's own end tag, then others that also end the reasoning
+    ends: tuple[str, ...]  # the model's end tag, then others
     habit: ReasoningMode
-    kept_ends: tuple[str, ...] = ()  # end tags that belong to the content
+    kept_ends: tuple[str, ...] = ()  # ends that belong to the content
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the texts after which a constraint on the answer applies."""
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the tags that may open reasoning at the start of an output; none if the output begins inside it."""
+        """Return the tags that may open reasoning at an output's start; none if it begins inside."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -97,7 +97,7 @@ class TaggedReasoning:
 
 
 class HarmonyChannels:
-    """The counterpart of `TaggedReasoning` for gpt-oss, which reasons in channels instead of tags.
+    """`TaggedReasoning`'s counterpart for gpt-oss, which reasons in channels.
 
     A header, with the name of the channel, precedes every answer and call.
     """
@@ -134,7 +134,7 @@ class _State(Enum):
 class TagParser:
     """A `ReasoningParser` for tags.
 
-    With `starts_inside`, the output begins as reasoning and a start tag is dropped. Otherwise only a start tag at the
+    With `starts_inside`, the output begins as reasoning and a start tag is dropped; otherwise only a start tag at its
     beginning opens reasoning.
     """
 
@@ -208,7 +208,7 @@ class TagParser:
 
 
 class ReasoningTokens:
-    """Counts reasoning tokens up to the end tag, if that is one token; else 0."""
+    """Counts reasoning tokens up to the end tag; 0 if that is not one token."""
 
     def __init__(self, end_id: int | None) -> None:
         self._end_id = end_id

@@ -1,4 +1,4 @@
-"""Tool-call and reasoning formats, by vLLM's names, and their detection from chat templates."""
+"""Formats of tool calls and reasoning, by vLLM's names, detected from chat templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ToolForm:
 
     parser: type[ToolParser]
     signs: Signs = ()
-    ids: Literal["", "mistral", "kimi_k2"] = ""  # required format of call ids in the conversation
+    ids: Literal["", "mistral", "kimi_k2"] = ""  # format of call ids that the model requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ _GRANITE = (
     ("Here is my response:", "Here's my response:"),
 )
 
-# The first match applies, so rows with unspecific signs are last.
+# The first match applies, so unspecific rows are last.
 TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
     {
         "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
@@ -85,7 +85,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "deepseek_v3": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
         ),
-        # In some revisions the template does not open the reasoning.
+        # Some revisions' template does not open the reasoning.
         "deepseek_r1": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.ALWAYS), (("<｜Assistant｜>", "</think>"),)
         ),

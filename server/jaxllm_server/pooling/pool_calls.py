@@ -1,4 +1,4 @@
-"""Requests and results of pooling, independent of protocols."""
+"""Requests and results of pooling, for all protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PoolCall:
     model: str = ""  # "": the served model
     task: PoolingTask | None = None  # None: the model's first task
     inputs: Sequence[str | Sequence[int]]
-    pairs: Sequence[str] | None = None  # for "score": the second text of each input
+    pairs: Sequence[str] | None = None  # for "score": the second texts
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None

@@ -14,12 +14,12 @@ Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """The engine, options, model names and limits of a server."""
+    """A server's engine, options, model names and limits."""
 
     engine: EngineClient
     options: ServerOptions
     names: tuple[str, ...]
-    shares: Shares  # limits sequences by client
+    shares: Shares  # of sequences, by client
     ledger: Ledger
 
     def check_model(self, name: str, adapter: str = "") -> str: ...

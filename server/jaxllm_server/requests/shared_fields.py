@@ -16,24 +16,24 @@ from jaxllm_server.requests.constraints import constraint_of
 from jaxllm_server.requests.fields import Body, flag, integer, is_same, mapping, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
-# Passed unchanged to SamplingParams, which refuses values of unimplemented ones.
+# SamplingParams refuses values of those not built.
 SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
-# Without effect on a server of one model without storage.
+# On a server of one model without storage.
 WITHOUT_EFFECT = frozenset(
     (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
     )
 )
-# Fields that are not implemented -> values that change nothing.
+# Fields that are not built -> values that change nothing.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
     "logits_processors": ([],),
     "session_id": ("",),
 }
-TRUNCATION_SIDES = ("left", "right")  # side that `truncate_prompt_tokens` removes
-# Options of `use_beam_search`, with defaults, which are always accepted.
+TRUNCATION_SIDES = ("left", "right")  # that `truncate_prompt_tokens` removes
+# Of `use_beam_search`, with defaults, which are always accepted.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
     SAMPLING
@@ -58,7 +58,7 @@ def given(
     """Return the fields that are not null.
 
     `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`. Raises UserError for a field that
-    it refuses, UnsupportedError for one of `unbuilt` with a value that is not accepted.
+    it refuses, UnsupportedError for an `unbuilt` one with a value not accepted.
     """
     passed = check(body, known, _OURS, policy)
     if ignored is not None:
@@ -84,7 +84,7 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return the fields of a beam search, None without `use_beam_search`."""
+    """Return a beam search's fields, None without `use_beam_search`."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked

@@ -1,4 +1,4 @@
-"""Items of the Responses API: parsing, stored form, and conversion to chat messages. Pure.
+"""Items of the Responses API: parsing, stored form, conversion to chat messages. Pure.
 
 Stored items have the form of OpenAI's item lists.
 """
@@ -16,7 +16,7 @@ from jaxllm.errors import UnsupportedError, UserError
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # items and parts of a conversation; as many as messages of a chat
+MOST_PARTS = 16_384  # items and parts of a conversation, as of a chat
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -24,7 +24,7 @@ _LISTS = ("content", "output", "summary")
 _UNREADABLE = ("input_image", "input_file", "input_audio")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64  # characters of a name quoted in errors
+_SHOWN = 64  # characters of a name in errors
 
 
 def response_id_of(own_id: str) -> str:
@@ -76,7 +76,7 @@ def num_characters(items: Iterable[Item]) -> int:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
+    """Convert items to chat messages; consecutive reasoning, text and calls form one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "compaction":
@@ -95,7 +95,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 def continues_answer(items: Sequence[Item]) -> bool:
     """Return whether the last item is an incomplete answer that the model should continue.
 
-    Follows vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
+    As vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
     """
     last = items[-1] if items else {}
     return last.get("type") == "message" and last["role"] == "assistant" and last["status"] != "completed"
@@ -121,7 +121,7 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Return the text of a summary; raise ValueError if another server created it."""
+    """Return a summary's text; raise ValueError if another server created it."""
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
     return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()
@@ -275,7 +275,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":  # without content, the summary is used, as in vLLM
+    if kind == "reasoning":  # summary if without content, as in vLLM
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

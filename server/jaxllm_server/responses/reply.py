@@ -115,7 +115,7 @@ class ResponseReply:
         if is_forced(choice) and "structured_outputs" not in fields:
             sampling.pop("structured_outputs", None)
         reasoning = request.reasoning_of(fields)
-        # Background requests are streamed, so that polling returns partial output.
+        # Streamed, so that polling returns partial output.
         shared: dict[str, Any] = {**shared_call_fields(fields), "stream": self.is_stream or self.is_background}
         self.calls: Sequence[Call] = [
             Call(
@@ -124,7 +124,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                may_fill_context=True,  # agents request more tokens than the context has left; as in vLLM
+                may_fill_context=True,  # agents request more tokens than are left; as in vLLM
                 **shared,
             )
         ]
@@ -168,7 +168,7 @@ class ResponseReply:
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """Return the events of a chunk; the first chunk also opens the stream."""
+        """Return a chunk's events; the first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -185,7 +185,7 @@ class ResponseReply:
         return self._numbered(events)
 
     def last_events(self) -> list[Event]:
-        """Return the event with the final response; a cancelled one ends as incomplete."""
+        """Return the final response's event; a cancelled one is incomplete."""
         kind = "completed" if self._status == "completed" else "incomplete"
         return self._numbered([{"type": f"response.{kind}", "response": self.snapshot()}])
 
@@ -219,7 +219,7 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Return sampling parameters, and each one's request field for errors."""
+        """Return sampling parameters, and their request fields for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
             message = "text.format and structured_outputs exclude each other: give one of them."
@@ -258,9 +258,9 @@ class ResponseReply:
 
 
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
-    """Return the log-probabilities of the content's tokens, without those of reasoning.
+    """Return the log-probabilities of the content's tokens, without reasoning.
 
-    The text is searched in the tokens' bytes, because the number of tokens that end reasoning varies by model.
+    The text is searched in the tokens' bytes, since the number of tokens that end reasoning varies by model.
     """
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
@@ -281,7 +281,7 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Return the `Call` fields of the prompt; `instructions` apply to this request only."""
+    """Return the prompt's `Call` fields; `instructions` apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -303,7 +303,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: TokenUsage | None) -> dict[str, Any] | None:
-    """Return the `usage` object; cache writes are free and count 0."""
+    """Return the `usage` object; cache writes count 0."""
     if usage is None:
         return None
     return {

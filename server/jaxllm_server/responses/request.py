@@ -12,13 +12,13 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Clients request those of OpenAI's tools even without using them.
+# Clients request those of unused tools too.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
     "computer_call_output.output.image_url",
 )
-# Chats' fields -> their names here, for errors like those of OpenAI's server.
+# Chats' fields -> names here, for errors like OpenAI's.
 _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "messages": "input",
@@ -50,7 +50,7 @@ def check_names(body: Body) -> None:
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Convert a WebSocket message to the body of a streaming POST."""
+    """Convert a WebSocket message to a streaming POST's body."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
@@ -125,7 +125,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return also the tools to show to the model."""
+    """Return the choice and the tools to show to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)

@@ -11,16 +11,16 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
-_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # limits for which 0 disables the feature
+_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # 0 disables the feature
 _PARSED = 4  # memory per byte of JSON: 1 for text, 4 to 20 for numbers and lists
-_BODIES_AT_ONCE = 16  # maximum-size bodies, 128 MiB by default
+_BODIES_AT_ONCE = 16  # of maximum size, 128 MiB by default
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The settings of a server. Sizes are bytes, times are seconds."""
+    """A server's settings; sizes in bytes, times in seconds."""
 
     # Addresses.
     host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")

@@ -1,4 +1,4 @@
-"""Checks that HTTP and gRPC share for calls that sleep and update weights."""
+"""Checks for calls that sleep and update weights."""
 
 from __future__ import annotations
 
