@@ -1,4 +1,4 @@
-"""LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
+"""LoRA adapters of a server by name.
 
 Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, which distinguishes a
 reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
@@ -23,7 +23,7 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server")
-_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas, which separate names in a metric
+_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # commas separate names in a metric
 _OFF = "LoRA is not enabled: this server was started without --enable-lora."
 _MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_model_name is ignored
 
@@ -104,7 +104,7 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
         """Load an adapter from a folder below `--lora-root`; `in_place` may replace one of the same name.
 
-        Completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
+        Completes even if the caller is cancelled; else the engine could hold an adapter without a name.
         """
         self._check_enabled()
         if self._root is None:
@@ -202,7 +202,7 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder; raise UserError if it is outside `root` or has symlinks to the outside."""
+    """Return an adapter's folder; raise UserError if it, or a symlink in it, leads outside `root`."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)

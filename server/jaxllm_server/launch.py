@@ -1,6 +1,6 @@
-"""`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
+"""`jaxllm serve`: run the front ends and the engine on one event loop.
 
-Ports open before the model is loaded, so that probes get "not ready" at once.
+Ports open before the model is loaded, so that probes get "not ready".
 
 Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
 """
@@ -54,7 +54,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # not ImportError of a broken package
+    except ModuleNotFoundError as error:  # not a broken package's ImportError
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -62,7 +62,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Run a server until it is stopped; return the exit code."""
+    """Run a server until it stops; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())

@@ -35,7 +35,7 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # per prompt token: an integer in a list, a tuple and the engine's arrays
+_TOKEN_BYTES = 56  # per prompt token: in a list, a tuple and the engine's arrays
 
 
 class Serving:
@@ -76,7 +76,7 @@ class Serving:
         return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
-        """Raise if the client has no quota left or the queue is full; called before the body is read.
+        """Raise if the client has no quota left or the queue is full, before the body is read.
 
         `pools`: the request is for pooling; None if unknown.
         """
@@ -88,7 +88,7 @@ class Serving:
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Called before the first is generated, whose work a later call's failure would waste.
+        Called before the first is generated: a later call's failure would waste its work.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -196,7 +196,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Yield the effective priority; with several API keys, each client's urgent requests are limited."""
+        """Yield the effective priority; with several API keys, urgent requests are limited."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -208,7 +208,7 @@ class Serving:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, 2 * call.num_bytes)  # message and call
+            entry.charge(REQUESTS, 2 * call.num_bytes)
             yield entry
 
     @property
@@ -218,7 +218,7 @@ class Serving:
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return the engine's prompt: token ids, text if known, and cache salt.
+        """Return the engine's prompt: token ids, text if known, cache salt.
 
         Raises UserError if it exceeds the context and `params` do not truncate it. `model` is the adapter's.
         """
@@ -231,7 +231,7 @@ class Serving:
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # the client must not see its path
+        except UserError as error:  # hides its path
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
@@ -263,7 +263,7 @@ class Serving:
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
         """Return the prefix cache's salt.
 
-        With several API keys it begins with the client's name. A caller's salt has no colon, so it cannot equal another
+        With several API keys it begins with the client's name; a caller's salt has no colon, so it cannot equal another
         client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
@@ -304,7 +304,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Check the sizes of parameters before objects of these sizes are built."""
+        """Check sizes of parameters before objects of these sizes are built."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size

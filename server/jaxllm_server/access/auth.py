@@ -1,8 +1,8 @@
 """API keys, for both protocols.
 
 Without keys all calls are open. Calls that show or affect all clients' work (gRPC's control service; HTTP /load,
-/metrics, loading adapters) require an admin key if any, or several API keys, are configured. An admin key is also an
-API key.
+/metrics, loading adapters) need an admin key if any, or several API keys, are configured. An admin key is also an API
+key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Keys:
         self._known += [(f"{_ADMIN}{number}", _digest(key)) for number, key in enumerate(admin_keys)]
 
     def check(self, header: str | None, admin: bool = False) -> str | None:
-        """Check an Authorization header, if any; return the key's name ("key-0") if one is needed.
+        """Check an Authorization header; return the key's name ("key-0") if one is needed.
 
         Raises AuthError for a missing or unknown key, AdminRequiredError without admin rights.
         """
@@ -36,7 +36,7 @@ class Keys:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
         scheme, _, key = header.partition(" ")
         digest = _digest(key.strip(" "))
-        # Digests of all keys are compared, so timing reveals nothing (vLLM CVE-2025-59425).
+        # All digests are compared, so timing reveals nothing (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
             raise AuthError("Unknown API key.", False)
@@ -52,5 +52,5 @@ def only_header(values: Sequence[str]) -> str | None:
 
 
 def _digest(key: str) -> bytes:
-    # Surrogates from headers that are not UTF-8 must not raise.
+    # Surrogates from invalid UTF-8 must not raise.
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""Limits on concurrent calls and sequences, per client (API key, or else address) and connection."""
+"""Limits on concurrent calls and sequences, per client and connection."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Shares:
 
 
 class UrgentShares:
-    """Limits each client's sequences with a priority below 0."""
+    """Limits each client's sequences of priority below 0."""
 
     def __init__(self) -> None:
         self.bound = Bound()
@@ -125,7 +125,7 @@ class CallLimit:
             raise OverloadedError(
                 f"The server is already handling {bound.most} {self._name}; retry later.", retry_after=1.0
             )
-        is_shared = peer == "unix:"  # without the filter, all Unix socket clients have this name
+        is_shared = peer == "unix:"  # all Unix socket clients, without the filter
         if bound.held[peer] >= bound.share and not is_shared:
             raise OverloadedError(
                 f"This connection already has {bound.share} {self._name}; retry later.", retry_after=1.0

@@ -1,7 +1,4 @@
-"""Accounts for the memory of requests, from the first byte received to the end of the answer.
-
-Bodies and parsed requests are limited, in total and per client. Used on one event loop.
-"""
+"""Accounts for the memory of requests, from the first byte received to the answer's end. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 BODIES = "bodies"  # being received or parsed
 REQUESTS = "requests"
-PROMPTS = "prompts"  # texts and token ids
+PROMPTS = "prompts"
 OUTPUTS = "outputs"  # log-probabilities of whole answers
 ANSWERS = "answers"  # serialized whole answers
 RESPONSES = "responses"
@@ -25,9 +22,9 @@ _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
 }
-_LEAST_BYTES = 24 << 10  # per request: tasks, call, engine state (measured)
+_LEAST_BYTES = 24 << 10  # per request (measured)
 _NUMBER_BYTES = 32  # an integer above 256, or a float
-_MANY_NUMBERS = 1024  # list length from which sizes are sampled
+_MANY_NUMBERS = 1024  # from this list length on, sizes are sampled
 _LOOKED_AT = 256
 
 
@@ -68,7 +65,7 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Charge bytes; raise OverloadedError, charging nothing, beyond the account's limit."""
+        """Charge bytes; raise OverloadedError, charging nothing, at the limit."""
         bound = self._ledger.bounds.get(account)
         if bound is not None:
             before = self._held[account]

@@ -14,7 +14,7 @@ _MOST_AT_ONCE = 64
 
 
 class Listener:
-    """Accepts connections; without free descriptors it pauses, and connections wait in the backlog.
+    """Accepts connections; pauses without free descriptors.
 
     uvloop would retry without pause: libuv rejects such connections with a spare descriptor, and loses it if another
     thread takes it (100 % of a core in every second trial, measured).
@@ -57,7 +57,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # backlog empty, or the client disconnected
+                return  # backlog empty, or client gone
             except OSError as error:
                 self._pause(error)
                 return
@@ -76,7 +76,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:  # the client disconnected, or does not use TLS
+        except OSError:  # client gone, or not TLS
             connection.close()
         except Exception:
             connection.close()

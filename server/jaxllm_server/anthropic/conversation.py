@@ -1,4 +1,4 @@
-"""Converts `system`, `messages` and `tools` to the form of chat templates, checking shapes only. Pure."""
+"""Converts `system`, `messages` and `tools` to chat templates' form, checking shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from jaxllm_server.generation.calls import NamedTool, ToolChoice
 from jaxllm_server.generation.chat_checks import MOST_MESSAGES
 from jaxllm_server.requests.fields import Body
 
-# Claude Code begins `system` with a billing line that changes with every request, which defeats the prefix cache.
+# Claude Code's `system` begins with a line that changes with every request, which defeats the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
-_TOOL_ID = "toolu_"  # of tool call ids
-_PARSERS_ID = "chatcmpl-tool-"  # of ids from the tool parsers
+_TOOL_ID = "toolu_"
+_PARSERS_ID = "chatcmpl-tool-"  # of the tool parsers
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 _SHOWN = 64
 
@@ -28,7 +28,7 @@ class _Turn:
     images: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # parts, and the number of texts before
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)  # of a tool result: the call's id and name
+    about: dict[str, Any] = field(default_factory=dict)  # a tool result's call id and name
 
     def message(self) -> dict[str, Any]:
         parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in self.texts]
@@ -57,7 +57,7 @@ def messages_of(fields: Body) -> list[dict[str, Any]]:
     system = [text for text in _texts(fields.get("system"), "system") if not text.startswith(_BILLING)]
     turns = [_Turn("system", system)] if system else []
     num_before = len(turns)
-    names: dict[str, str] = {}  # call id -> tool name
+    names: dict[str, str] = {}
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
@@ -119,7 +119,7 @@ def tool_id(own: str | None) -> str:
 
 
 def _own_id(block: Mapping[str, Any], name: str, where: str) -> str:
-    """Return the id as the tool parser generated it, since some templates require its format."""
+    """Return the id as the tool parser generated it, as some templates require."""
     value = block.get(name)
     if not isinstance(value, str) or not value:
         raise UserError(f"{where}.{name} must be a string.", "messages")
@@ -161,7 +161,6 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
 
 
 def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return an image as OpenAI's content part."""
     source = block.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
         kind, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))

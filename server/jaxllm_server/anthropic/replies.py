@@ -23,7 +23,7 @@ from jaxllm_server.shared.options import ServerOptions
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
 _SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
-# Fields of Anthropic's service, such as accounts and explicit caching; some agents always send them.
+# Of Anthropic's service, such as accounts and explicit caching; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "service_tier", "inference_geo", "speed", "billing_policy", "user_profile_id", "workspace_id"),
@@ -71,7 +71,7 @@ class MessagesReply:
         most = fields.get("max_tokens")
         if most is None:
             raise UserError("max_tokens is missing: set the maximum length of the answer.", "max_tokens")
-        # max_tokens 0: only fill the prefix cache.
+        # 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
         if is_forced(call["tool_choice"]):
@@ -83,14 +83,14 @@ class MessagesReply:
                 sampling=sampling,
                 request_id=request_id,
                 scores_prompt=self._is_warming,
-                may_fill_context=True,  # agents request 32,000 tokens of any model
+                may_fill_context=True,  # agents request 32,000 tokens
             )
         ]
         self._head: Mapping[str, Any] = {}
         self._usage: TokenUsage | None = None
         self._last: Part | None = None
         self._index = -1
-        self._open: str | int | None = None  # the open block's type, or its call's index
+        self._open: str | int | None = None  # open block's type, or its call's index
 
     def begin(self, head: Mapping[str, Any]) -> None:
         self._head = head
@@ -256,7 +256,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
             raise UserError("stop_sequences must be a list of strings.", "stop_sequences")
         sampling["stop"] = stops
     form = (mapping(fields, "output_config") or {}).get("format")
-    form = fields.get("output_format") if form is None else form  # the name in Anthropic's beta
+    form = fields.get("output_format") if form is None else form  # Anthropic's beta
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
             message = 'output_config.format must be {"type": "json_schema", "schema": {…}}.'
@@ -266,7 +266,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def _stop_of(part: Part | None) -> tuple[str, str | None]:
-    """Return `stop_reason` and `stop_sequence`; causes that the API lacks count as max_tokens."""
+    """Return `stop_reason` and `stop_sequence`; other causes count as max_tokens."""
     reason = None if part is None else part.finish_reason
     if part is not None and reason == "stop" and isinstance(part.stop_reason, str):
         return "stop_sequence", part.stop_reason

@@ -1,1 +1,1 @@
-"""Generating calls of any protocol: prompts, constraints, outputs."""
+"""Prompts, constraints and outputs of generating calls."""

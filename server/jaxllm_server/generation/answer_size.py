@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxllm.errors import UserError
 
 MOST_VALUES = 2**20  # 30 to 75 MB of JSON
-_LIKELIEST = 21  # a token and its 20 alternatives, always allowed for one full context
+_LIKELIEST = 21  # a token and 20 alternatives, always allowed for one context
 
 
 class AnswerSize:

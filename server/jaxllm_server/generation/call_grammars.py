@@ -1,4 +1,4 @@
-"""Grammars of tool calls in the model's format, as an alternative to a constrained answer. Pure.
+"""Grammars of tool calls in the model's format. Pure.
 
 In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments of
 `strict` tools follow their schema; others are any object.
@@ -192,7 +192,7 @@ def grammar_of(parser: type[ToolParser], calls: Calls) -> str | None:
 
 
 def headers_of(parser: type[ToolParser], calls: Calls, kept_ends: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return texts that begin a call within unconstrained output, each with the grammar after it.
+    """Return texts that begin a call within unconstrained output, with the grammars after them.
 
     `kept_ends` are markers of calls that also end reasoning.
     """

@@ -11,18 +11,18 @@ from jaxllm_server.access.ledger import Entry
 from jaxllm_server.generation.answer_size import AnswerSize
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 
-LARGE_REQUEST = 1 << 16  # bytes; parsing more may take 5 ms and runs in a thread
+LARGE_REQUEST = 1 << 16  # bytes; parsing more may take 5 ms, in a thread
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The tool that an answer must call once."""
+    """A tool that must be called once."""
 
     name: str
 
 
-# None: auto if the call has tools. "required": at least one call.
+# None: auto if the call has tools.
 ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | None
 
 
@@ -41,26 +41,26 @@ class Call:
     prompt: str | Sequence[int] | None = None  # exclusive with messages
     suffix: str | None = None  # after the completion, for fill-in-the-middle
     messages: Sequence[Mapping[str, Any]] | None = None
-    written_ids: Sequence[int] | None = None  # the client's rendered and tokenized messages
+    written_ids: Sequence[int] | None = None  # the client's tokenized messages
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice = None
     takes_one_call: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    truncation_side: str = "left"  # the side that `truncate_prompt_tokens` removes
+    truncation_side: str = "left"  # side that `truncate_prompt_tokens` removes
     add_special_tokens: bool | None = None  # None: as the model expects for text, none for chats
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams
-    beams: Mapping[str, Any] | None = None  # fields of BeamSearchParams
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    beams: Mapping[str, Any] | None = None
     default_max_tokens: int | None = None  # if neither client nor model set one
-    may_fill_context: bool = False  # shorten max_tokens to the context's space
+    may_fill_context: bool = False  # reduce max_tokens to the space left
     stream: bool = False
     request_id: str | None = None  # unique among running requests, per client if keys distinguish them
     client_id: str | None = None  # X-Request-Id, for logs; not unique
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""
-    time_limit: float | None = None  # seconds, then the partial answer is returned
+    time_limit: float | None = None  # seconds, then the answer is partial
     kv_transfer_params: Mapping[str, Any] | None = None
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
@@ -81,7 +81,7 @@ class Part:
     stop_reason: int | str | None
     seed: int | None
     num_reasoning: int = 0
-    weight_versions: Sequence[tuple[str, int]] | None = None  # as in `CompletionOutput`
+    weight_versions: Sequence[tuple[str, int]] | None = None
 
 
 @dataclass(slots=True)
@@ -90,14 +90,14 @@ class PromptInfo:
 
     token_ids: Sequence[int]
     num_cached: int
-    logprobs: list[dict[int, Logprob] | None] | None = None  # if requested; None for the first token
-    first_text: str = ""  # the first token's, with log-probabilities
+    logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    first_text: str = ""  # the first token's
     first_bytes: bytes | None = None
 
 
 @dataclass(slots=True)
 class TokenUsage:
-    """A request's token counts so far, over all outputs."""
+    """A request's token counts, over all outputs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -109,7 +109,7 @@ class TokenUsage:
 class Timing:
     """Durations of a request's phases in seconds.
 
-    `queue` lasts from arrival until scheduling, `prefill` from there to the first token; the others count from arrival.
+    `queue` lasts until scheduling, `prefill` from there to the first token; the others count from arrival.
     """
 
     queue: float

@@ -11,14 +11,13 @@ from jaxllm.text.message_forms import ReadArguments, shaped_arguments
 from jaxllm.text.template_shapes import Shape
 from jaxllm_server.shared import strict_json
 
-MOST_MESSAGES = 16_384  # as of a gRPC request; 55 µs of a thread per short message (measured)
-_MOST_VALUES = 131_072  # in messages and tools, with keys; 3 to 6 µs of a thread each (measured)
-_MOST_BRACKETS = 1 << 19  # in tool calls' arguments, strings included, counted before parsing
+MOST_MESSAGES = 16_384  # 55 µs of a thread per short message (measured)
+_MOST_VALUES = 131_072  # keys included; 3 to 6 µs of a thread each (measured)
+_MOST_BRACKETS = 1 << 19  # in tool calls' arguments, strings included
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
-# Variables of other fields, and arguments of transformers' and vLLM's functions that change the tokenization (vLLM
-# CVE-2025-62426).
+# Other fields' variables, and arguments of transformers and vLLM that change the tokenization (vLLM CVE-2025-62426).
 _RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "template"),

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning, configured or detected from the chat template."""
+"""Formats of tool calls and reasoning, configured or detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxllm.server")
 class OutputForms:
     """A model's formats; may be created before the engine has loaded.
 
-    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
+    `template` is the operator's; `template_kwargs` are default variables.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class OutputForms:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The model's tool-call format, None if disabled; UserError if "auto" matches none. Needs a loaded model."""
+        """The loaded model's tool-call format, None if disabled; UserError if "auto" matches none."""
         name = self._form_name("tool_call_parser", TOOL_PARSERS)
         return None if name is None else TOOL_PARSERS[name]
 
@@ -149,8 +149,7 @@ def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
 def _id_maker(style: str, num_before: int) -> MakeId:
     """Return a generator of call ids.
 
-    Mistral's templates require nine letters and digits. Kimi's render the id as the tool's name, with the call's index
-    in the conversation.
+    Mistral's templates require nine letters and digits. Kimi's render the id as the tool's name, with the call's index.
     """
     if style == "kimi_k2":
         numbers = count(num_before)

@@ -121,7 +121,6 @@ class Splitter:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        # A model may call a tool while reasoning.
         self._early_tools = early_tools if reasoning is not None and reasoning.may_hold_calls else None
         self._tokens = tokens
         self.num_calls = 0
@@ -150,7 +149,7 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Return the number of reasoning tokens in `ids`, after `push` of their text."""
+        """Return the number of reasoning tokens in `ids`, whose text was pushed."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)

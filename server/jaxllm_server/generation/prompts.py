@@ -34,13 +34,13 @@ _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
 )
-LEFT_OUT = 4  # maximum size of a conversation, in contexts: templates may omit parts
+LEFT_OUT = 4  # maximum conversation, in contexts: templates may omit parts
 
 
 class Prompts:
     """Builds a model's prompts; `off_loop` runs slow work outside the event loop.
 
-    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
+    `template` is the operator's; `template_kwargs` are default variables.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Prompts:
         """Return a call's token ids, and its text if available, for the engine.
 
         A prompt too long for the context is refused before tokenization, or truncated if `params` allow it. `model` is
-        the adapter's. An encoder-decoder model's encoder reads the prompt.
+        the adapter's.
         """
         model = self._engine.model if model is None else model
         if model.sources is None:
@@ -127,8 +127,7 @@ class Prompts:
     def _encode_chat(self, call: Call, most: int, model: ModelInfo) -> tuple[str, list[int], list[Prepared]]:
         """Return text and token ids, up to `most`, and images; slow.
 
-        All texts count, even omitted by the template: an ignored key of 1,300,000 empty lists took 16 s to copy and
-        search.
+        Omitted texts count too: an ignored key of 1,300,000 empty lists took 16 s to copy and search.
         """
         tokenizer, most_images = model.tokenizer, self._engine.config.most_images
         given, images = take_images(call.messages or (), model.processor, self._sources, most_images)

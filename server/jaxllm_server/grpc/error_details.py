@@ -21,7 +21,7 @@ ERROR_DOMAIN = "jaxllm"
 MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
 _POOL_REQUESTS = (inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
-# Parameter in errors -> path in GenerateRequest.
+# Parameter -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
     **GENERATE_FIELDS,
     **STREAM_FIELDS,
@@ -39,8 +39,8 @@ class Failure:
     """A failed call's status."""
 
     code: str
-    status: status_pb2.Status  # trailer grpc-status-details-bin; its message is the call's
-    pushback_ms: int | None  # trailer grpc-retry-pushback-ms
+    status: status_pb2.Status  # grpc-status-details-bin; its message is the call's
+    pushback_ms: int | None  # grpc-retry-pushback-ms
 
 
 def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
@@ -78,7 +78,7 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
-    """Return the path of the field that a parameter names, or `parameter` if it is a path."""
+    """Return the path of the field that a parameter names."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

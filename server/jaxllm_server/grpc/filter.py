@@ -1,7 +1,7 @@
 """A proxy process in front of gRPC's core: terminates TLS, checks and forwards frames.
 
 The core parses on any calling thread, even with the GIL held: header blocks of 4 MB in small pieces stopped the server
-for 2.5 s (measured). The proxy limits header blocks and the rate of calls.
+for 2.5 s (measured).
 
 `python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON`
 """
@@ -27,15 +27,15 @@ from jaxllm_server.grpc.frames import FrameCheck, FrameError
 
 READ_BYTES = 32 * 1024
 CORE = "core"
-# In price units: 6,144 calls per second and a burst of 2,048 on all connections; more are delayed, except 64 per second
-# and a burst of 16 per connection, so that floods do not affect other clients.
+# In price units: 6,144 calls per second, burst 2,048, on all connections; more are delayed, except 64 per second, burst
+# 16, per connection, so that floods do not affect other clients.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
 MAX_DEBT = 4 << 20  # bounds the delay
 _FLUSH_SECONDS = 2.0
-_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # to connect to the core; between attempts
+_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
     """The process's argument."""
 
     listening: Sequence[int]
-    control: int  # descriptor: a byte stops accepting, EOF ends the process
+    control: int  # a byte stops accepting, EOF ends the process
     folder: str  # of the core's socket; removed at exit
     max_block_bytes: int
     stall_seconds: float | None
@@ -70,11 +70,11 @@ class Settings:
 
 
 class Filter:
-    """The connections and their shared rate: a debt of bytes that decreases with time."""
+    """The connections and their shared debt of bytes, which decreases with time."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))  # shared: emptied after each read
+        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections
         self.clients: set[Client] = set()
         self._debt = 0.0  # unpaid price …
         self._counted = 0.0  # … at this time
@@ -102,7 +102,7 @@ class Filter:
         shutil.rmtree(self.settings.folder, ignore_errors=True)
 
     def pay(self, price: int, now: float) -> float:
-        """Add a price to the shared debt; return the seconds to pause reading, if positive."""
+        """Add a price to the debt; return the seconds to pause reading, if positive."""
         self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
         self._counted = now
         return (self._debt - BURST) / RATE
@@ -162,7 +162,7 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:  # the core's backlog is full
+            except BlockingIOError:  # the backlog is full
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
@@ -196,7 +196,7 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # reading cannot be paused before the first bytes
+        else:  # too early to pause
             if not self._early:
                 self.pause()
             self._early += data

@@ -1,4 +1,4 @@
-"""Starts, restarts and stops the process of `filter.py`."""
+"""Runs the process of `filter.py`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
-_LONGEST_DIR = 30  # a Unix socket's path has at most 103 bytes on some systems, an IPv6 address included
-_MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes; gRPC's core refuses such blocks with a status
+_LONGEST_DIR = 30  # a Unix socket's path has at most 103 bytes on some systems, with an IPv6 address
+_MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes; gRPC's core refuses these with a status
 
 
 class FilterProcess:
-    """The proxy process of a core, which must listen at `address` before `start`."""
+    """The proxy process of a core, which must listen at `address` first."""
 
     def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
@@ -87,7 +87,7 @@ class FilterProcess:
                 pass
 
     async def end(self) -> None:
-        """Stop the process once clients have read everything, or after `_END_SECONDS`."""
+        """Stop once clients have read everything, or after `_END_SECONDS`."""
         process, self.process = self.process, None
         if process is not None and self._control is not None:
             self._control.close()

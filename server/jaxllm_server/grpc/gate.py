@@ -1,4 +1,4 @@
-"""Interceptor of every gRPC call: keys, limits, traces, errors."""
+"""Interceptor of gRPC calls: keys, limits, traces, errors."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
-_FAREWELL_SECONDS = 5.0  # to send a status to a client that does not read
+_FAREWELL_SECONDS = 5.0  # to send a status to a stalled client
 # After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health checks need no key and may announce messages of any size. Valid ones arrive with the call's first packet, so
-# few slow ones are received (256 MiB by default); a new one replaces the oldest.
+# Health checks need no key and may announce messages of any size. Valid ones arrive with the call's first packet; of
+# slow ones, a new one replaces the oldest (256 MiB by default).
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
@@ -51,12 +51,11 @@ _KINDS = {
     (True, True): "stream_stream",
 }
 
-# Answers a call; appends its request to the list.
 Respond = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Authenticates, counts and traces calls, and converts exceptions to statuses."""
+    """Authenticates, counts and traces calls; converts exceptions to statuses."""
 
     def __init__(
         self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int, stall_timeout: float
@@ -67,7 +66,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._stall_timeout = stall_timeout
         # One connection may use seven eighths.
         self._calls = CallLimit("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health: dict[asyncio.Timeout, float] = {}  # when each began to be received, oldest first
+        self._health: dict[asyncio.Timeout, float] = {}  # start times, oldest first
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
         self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
@@ -94,7 +93,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Wrap a handler as a streaming one, so that the message is received after admission.
+        """Wrap a handler as a streaming one, to receive the message after admission.
 
         Requests are parsed inside: gRPC would expose a parser's error.
         """
@@ -159,7 +158,7 @@ class Gate(grpc.aio.ServerInterceptor):
             raise self._did_not_come() from None
 
     def _did_not_come(self) -> DeadlineError:
-        """Return the error for a late message, and free its memory after one second."""
+        """Return the error for a late message; free its memory after one second."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
         return DeadlineError("The message was not received in time.")
@@ -249,13 +248,13 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
-        # Break the cycle through the traceback, which would keep the message in memory.
+        # Break the cycle through the traceback, which would keep the message.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))
         raise
     except TimeoutError:
-        raise asyncio.CancelledError from None  # the client does not read
+        raise asyncio.CancelledError from None
 
 
 def _forget_frames(error: BaseException, task: Any) -> None:

@@ -27,8 +27,8 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 class Health(health_pb2_grpc.HealthServicer):
     """Reports the last state set.
 
-    "" and the inference service follow the engine. The control service is healthy until the engine is dead, so that
-    operators reach a paused or loading server.
+    "" and the inference service follow the engine. The control service is healthy until the engine is dead: operators
+    must reach a paused or loading server.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,6 @@ class Health(health_pb2_grpc.HealthServicer):
         self._tell({"": inference, INFERENCE: inference, CONTROL: control})
 
     def close(self) -> None:
-        """Report not serving and end all watches."""
         self._is_closed = True
         self._tell(dict.fromkeys(self._statuses, _NOT_SERVING))
 
@@ -60,7 +59,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
-        """Return all statuses; only grpcio-health-checking above 1.81 registers this call."""
+        """Return all statuses; only grpcio-health-checking above 1.81 registers this."""
         response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status

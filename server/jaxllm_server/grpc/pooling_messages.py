@@ -1,4 +1,4 @@
-"""Convert pooling requests to `PoolCall`s, and `PoolResult`s to responses. Pure."""
+"""Convert pooling requests to `PoolCall`s, results to responses. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
     """Return the `inputs` and `pairs` of a `PoolCall`; a single first text is repeated.
 
-    Texts are not copied, since their number is unchecked. Raises UserError if the lengths differ.
+    Not copied: their number is unchecked. Raises UserError if the lengths differ.
     """
     num_first, num_second = len(request.text_1), len(request.text_2)
     if num_first not in (1, num_second):

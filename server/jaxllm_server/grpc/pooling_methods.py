@@ -26,7 +26,7 @@ class PoolingMethods(Servicer):
         return pooling_messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Stream each request's embedding once computed; requests are read as the queue has room."""
+        """Stream each request's embedding; read requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         async def read(request: inference_pb2.EmbedRequest) -> PoolCall:
@@ -66,7 +66,7 @@ class PoolingMethods(Servicer):
 
         async def pool(call: PoolCall) -> list[PoolResult]:
             with self._serving.ledger.entry(client) as entry:
-                entry.charge(REQUESTS, 2 * request.ByteSize())  # message and call
+                entry.charge(REQUESTS, 2 * request.ByteSize())
                 async with aclosing(self._serving.pooling.pool(call)) as results:
                     return [result async for result in results]
 

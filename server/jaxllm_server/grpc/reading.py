@@ -22,11 +22,11 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Submessages per request: 8 MiB can hold four million, which take seconds.
+# Submessages per request; the four million of 8 MiB take seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
-_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's maximum, 10,000 years
-_PART = 1 << 16  # values copied at once: a millisecond
+_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's
+_PART = 1 << 16  # values copied in a millisecond
 _EXACT_INTEGERS = 2**53  # doubles are exact up to here
 
 
@@ -39,7 +39,7 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> field -> name in SamplingParams; `call_of` reads other fields.
+# Section of GenerateRequest -> field -> name in SamplingParams.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def _listed(values: Sequence[Any]) -> list[Any]:
-    """Copy values in parts, between which other threads get the GIL."""
+    """Copy in parts, between which other threads get the GIL."""
     return list(chain.from_iterable(values[at : at + _PART] for at in range(0, len(values), _PART)))
 
 
@@ -230,7 +230,7 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
     path = "chat.tools_json"
     try:
-        # The array is one level deeper in an HTTP body.
+        # One level deeper in an HTTP body.
         tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
     except UserError as error:
         raise UserError(str(error), path) from error
@@ -244,7 +244,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Convert a JSON value to Python; integral numbers become int, since Struct stores doubles."""
+    """Convert a JSON value to Python; Struct stores doubles, so integral numbers become int."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -269,10 +269,10 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Raise UnsupportedError for unknown fields, which protobuf keeps silently.
+    """Raise UnsupportedError for unknown fields, which protobuf keeps silently; UserError for more than
+    `MAX_NESTED_MESSAGES` messages.
 
-    Raises UserError for more than `MAX_NESTED_MESSAGES` messages or map entries. Over 4 KiB of unknown fields are not
-    named: protobuf creates an object for each, 2 s for 8 MiB.
+    Over 4 KiB of unknown fields are not named: protobuf creates an object for each, 2 s for 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -296,7 +296,7 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Yield a message and its submessages with paths; a Struct counts as one."""
+    """Yield a message and its submessages with paths; a Struct is one."""
     yield message, path
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type

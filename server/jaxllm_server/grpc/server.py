@@ -1,7 +1,4 @@
-"""Build the gRPC server: socket, TLS, gate, services, health, reflection.
-
-Numbers were measured with grpcio 1.81.
-"""
+"""Build the gRPC server. Numbers were measured with grpcio 1.81."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
     # Calls not yet accepted by Python, 7 KB each. gRPC's default loses 530 of 3,000 at once. The filter queues bursts.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
-        # A second server on the port would get a share of the connections.
+        # A second server on the port would share its connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", options.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -121,15 +118,15 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
-        # Above the limit on calls: streams opened before a client receives this setting fail as UNAVAILABLE (of 3,000
-        # calls 1,948 with 1,024, none with 4,096).
+        # Streams opened before a client receives this limit fail as UNAVAILABLE (of 3,000 calls 1,948 with 1,024, none
+        # with 4,096).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second; more closes the connection. (gRPC lacks the key
-        # min_recv_ping_interval_without_data_ms.)
+        # Clients may ping ten times a second; more closes the connection. gRPC lacks the key
+        # min_recv_ping_interval_without_data_ms.
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Drops an unresponsive peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
+        # Drops a silent peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -178,7 +175,7 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
     """Serve reflection under both of its names.
 
-    The newer name is not listed: its descriptor is missing, so clients that describe all listed services (`buf curl
+    The newer name is not listed: its descriptor is missing, so clients that describe listed services (`buf curl
     --list-methods`) would fail.
     """
     servicer = ReflectionServicer(names)

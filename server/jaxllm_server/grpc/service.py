@@ -1,4 +1,4 @@
-"""The services of `jaxllm.v1`: inference and control.
+"""The services of `jaxllm.v1`.
 
 However a call ends, the iterator of `Serving` is closed, which aborts the request.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
-_API_REVISION = (  # methods, fields and enum values
+_API_REVISION = (
     sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
     + sum(len(each.fields) for file in _FILES for each in file.message_types_by_name.values())
     + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
@@ -105,7 +105,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Yield the model's description with each adapter's name and tokenizer."""
+        """Yield each adapter as a copy of its parent's description."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -261,7 +261,7 @@ class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Rename parameters of errors to fields of messages."""
+    """Rename errors' parameters to message fields."""
     try:
         yield
     except UserError as error:

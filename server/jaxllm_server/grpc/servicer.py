@@ -1,4 +1,4 @@
-"""Base class of `jaxllm.v1.InferenceService`: admits and reads calls, writes streams."""
+"""Base class of `jaxllm.v1.InferenceService`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Servicer:
         self._serving.check_room(client)
         hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
-        # The interceptor logs failures with this id.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
@@ -70,8 +69,8 @@ class Servicer:
 class Writer:
     """Writes a stream; fails if the client reads nothing for `stall_timeout` seconds (0: never).
 
-    Flow control does not bound memory: without a reader 4 MiB were taken before a write blocked. A timer per stream
-    checks writes; a timeout around each write costs 7 µs (measured).
+    Without a reader 4 MiB were taken before a write blocked. A timer per stream checks writes; a timeout around each
+    costs 7 µs (measured).
     """
 
     def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
@@ -100,7 +99,6 @@ class Writer:
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            # Do not swallow the client's cancellation.
             if self._is_stalled and self._task.uncancel() == 0:
                 raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
             raise

@@ -41,7 +41,7 @@ class Described(NamedTuple):
 
 @dataclass
 class Incoming:
-    """A tensor with `received` bytes received so far."""
+    """A partly received tensor."""
 
     name: str
     described: Described

@@ -1,4 +1,4 @@
-"""HTTP routes that load and unload adapters."""
+"""HTTP routes of adapters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _MOST_TOLD = 256  # clients can invent any number
 
 
 class Answering:
-    """Reads bodies into replies and prepares their answers; one per server, for all APIs."""
+    """Reads bodies into replies and prepares their answers; one per server."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving
@@ -68,7 +68,7 @@ class Answering:
         """Return an `Answer`'s fields; set `client_id` in the reply's calls."""
         record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # a body's may be invalid, which is refused later
+        if is_request_id(reply.request_id, self.options):  # an invalid one is refused later
             record["name"] = record["name"].replace(record["request_id"], reply.request_id)
         if record["client_id"] is not None:
             reply.calls = [replace(call, client_id=record["client_id"]) for call in reply.calls]
@@ -83,7 +83,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Report ignored fields in the answer's headers, and log each once."""
+        """Report ignored fields in the answer's headers; log each once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

@@ -1,4 +1,4 @@
-"""ASGI apps that run a reply's calls and send the results, whole or as events.
+"""ASGI apps that run a reply's calls and send the results.
 
 The status is sent after the first output, so earlier errors have theirs. A disconnect closes the calls' iterators,
 which aborts their requests.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
-_MANY_VALUES = 1 << 12  # log-probabilities; more are serialized in a thread
+_MANY_VALUES = 1 << 12  # log-probabilities; more take a thread
 _VALUE_BYTES = 150  # per log-probability (measured)
 _CHARACTERS = 32  # of text, as slow as one log-probability
 _PIECE = 1 << 20  # bytes per write; the next waits until most are sent
@@ -44,7 +44,7 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[AnyReply]):
-    """The answer to a request, as an ASGI app."""
+    """A request's answer, as an ASGI app."""
 
     serving: Serving
     tracer: Tracer
@@ -86,7 +86,7 @@ class _Begun:
         self._indices: set[int] = set()
 
     def begin(self, chunk: Chunk) -> int:
-        """Return at most how many log-probabilities of the prompt a chunk's events hold."""
+        """Return an upper bound on the prompt's log-probabilities in a chunk's events."""
         new = {part.index for part in chunk.outputs} - self._indices
         self._indices |= new
         return len(new) * self._num_values
@@ -94,7 +94,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class TextAnswer(Answer[Reply | EventReply]):
-    """The answer to a text request."""
+    """A text request's answer."""
 
     writer: Writer
     prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent
@@ -205,7 +205,7 @@ def _pieces(content: bytes) -> list[bytes]:
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return an upper bound on a chunk's log-probabilities, plus its text in such units."""
+    """Return at most how many log-probabilities a chunk has; text counts too."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

@@ -1,4 +1,4 @@
-"""The HTTP server as an ASGI app: admission, routes, error answers."""
+"""The HTTP server as an ASGI app."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
-CLIENT_GONE = 499  # nginx's status, for metrics
+CLIENT_GONE = 499  # nginx's status
 _NOT_FOUND = "no route"
 
 
@@ -47,7 +47,7 @@ def make_app(
 
 
 class Front:
-    """The outermost app: assigns request ids, answers exceptions, records metrics."""
+    """The outermost app: request ids, error answers, metrics."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard

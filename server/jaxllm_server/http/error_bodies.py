@@ -20,13 +20,13 @@ from jaxllm_server.shared.error_table import row_of
 _log = logging.getLogger("jaxllm.server.http")
 Headers = list[tuple[bytes, bytes]]
 
-UNAVAILABLE_RETRY_SECONDS = 1  # until a replica may be ready
+UNAVAILABLE_RETRY_SECONDS = 1
 _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128
 _VERSION = re.compile(r"/(v[0-9]+/)?")
 _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
 _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1
-# Missing routes of other servers, by the first path segment after the version.
+# Other servers' routes, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
     **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
@@ -70,7 +70,7 @@ def body_too_large(max_body_bytes: int) -> Refusal:
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return a 404 that names the missing feature or the likely path."""
+    """Return a 404 that names the missing feature or likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -84,7 +84,7 @@ def nothing_at(path: str) -> Refusal:
 
 
 def is_anthropics(path: str) -> bool:
-    """Return whether a path, with any prefix, is of Anthropic's API."""
+    """Return whether a path, with any prefix, is Anthropic's."""
     return _MESSAGES[0] in path
 
 
@@ -113,11 +113,11 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log errors of the server; overload and client errors are not logged."""
+    """Log errors of the server, except overload."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:
-        _log.warning("requests fail: %s", error)  # all requests fail until the engine recovers
+        _log.warning("requests fail: %s", error)  # all requests fail
     elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:

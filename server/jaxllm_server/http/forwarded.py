@@ -1,4 +1,4 @@
-"""Determines a request's client from X-Forwarded-For of trusted proxies. Pure."""
+"""Determines a request's client from X-Forwarded-For. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Proxies:
 
 
 def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an address with optional port, mapped to IPv4 if possible; None for other text."""
+    """Parse an address with optional port, mapped to IPv4 if possible, or return None."""
     if written.startswith("["):
         written = written[1:].partition("]")[0]
     elif written.count(":") == 1:

@@ -55,7 +55,7 @@ class Guard:
         scope = _without_root(scope, self._root)
         is_known = not self._checks_host or "*" in options.allowed_hosts or host is None or host in self._hosts
         if not is_known and scope["raw_path"] not in PROBES:
-            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # possible DNS rebinding by a web page
+            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # possible DNS rebinding
         self._check_origin(headers, host)
         is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
         if is_preflight and b"origin" in headers and options.allowed_origins:
@@ -90,9 +90,9 @@ class Guard:
         ]
 
     def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
-        """Refuse requests from web pages of other origins (Ray CVE-2025-62593)."""
+        """Refuse web pages of other origins (Ray CVE-2025-62593)."""
         for origin in headers.get(b"origin", []):
-            # With DNS rebinding, the server's origin has an unknown host name.
+            # DNS rebinding: the server's origin has an unknown host.
             is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
             if not is_own and not self._is_allowed(origin):
                 message = "Requests from web pages of this origin are not accepted; see --allowed-origins."
@@ -151,7 +151,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return the Authorization header or x-api-key; both may be sent with equal keys."""
+    """Return Authorization or x-api-key; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys
@@ -164,7 +164,7 @@ def _without_root(scope: Scope, root: str) -> Scope:
     path: str = scope["path"]
     if root:
         prefix = f"{root}/"
-        for _ in range(2):  # a proxy may keep it, and uvicorn adds root_path
+        for _ in range(2):  # a proxy may keep it, and uvicorn adds it
             if path.startswith(prefix) and raw.startswith(prefix.encode()):
                 path, raw = path[len(root) :], raw[len(root.encode()) :]
     return {**scope, "root_path": "", "path": path, "raw_path": raw}

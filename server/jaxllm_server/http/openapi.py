@@ -1,6 +1,6 @@
 """Build the OpenAPI 3.1 document from routes, bodies' fields and `SamplingParams`' help texts. Pure.
 
-`SHAPES` has the fields' schemas, `Body.shapes` those of single bodies; a test compares them with the checks.
+`SHAPES` has the fields' schemas, `Body.shapes` single bodies'; a test compares them with the checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm_server.requests.shared_fields import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
-API_VERSION = "1"  # of the paths; /version has the server's
+API_VERSION = "1"  # of the paths, not the server
 _OBJECTS: Schema = {"type": "array", "items": OBJECT}
 _TEXT_OR_TEXTS: Schema = {"anyOf": [TEXT, STRINGS]}
 _EITHER: Schema = {"anyOf": [TEXT, OBJECT]}
@@ -146,7 +146,7 @@ _BY_ANNOTATION: Mapping[str, Schema] = {
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
     "RepetitionDetectionParams": OBJECT,
 }
-# Fields that `SamplingParams` lacks, or with more accepted types.
+# Fields that `SamplingParams` lacks, or with more types.
 SHAPES: Mapping[str, Schema] = {
     **dict.fromkeys(("model", "request_id", "cache_salt", "reasoning_effort", "suffix"), TEXT),
     **dict.fromkeys(("stream", "echo", "add_special_tokens", "return_token_ids", "use_beam_search"), FLAG),
@@ -192,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """Return the OpenAPI document; `root_path` is a proxy's path prefix."""
+    """Return the OpenAPI document; `root_path` is a proxy's prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:

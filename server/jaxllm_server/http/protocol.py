@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 READ_BYTES = 32 * 1024  # per read; a body may exceed its limit by this much
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
 MAX_PIPELINED = 64  # queued; uvicorn has no limit
-TRANSPORT = "jaxllm.transport"  # in scope extensions: the connection's asyncio.Transport
-UPGRADE = "jaxllm.upgrade"  # in scope extensions, for WebSocket requests: `BoundedProtocol.upgrade`
+TRANSPORT = "jaxllm.transport"  # scope extension: asyncio.Transport
+UPGRADE = "jaxllm.upgrade"  # scope extension of WebSocket requests: `BoundedProtocol.upgrade`
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
@@ -37,7 +37,7 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # uvicorn would trust a client's address header on loopback
+        proxy_headers=False,  # uvicorn would trust client addresses from loopback
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -66,7 +66,7 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
 
 class SmallReads(asyncio.BufferedProtocol):
-    """Reads in pieces of READ_BYTES: uvloop would read 250 KiB before it could be paused."""
+    """Reads in pieces of READ_BYTES: uvloop would read 250 KiB before a pause."""
 
     connection_type: type[HttpToolsProtocol]
     buffer: memoryview
@@ -101,13 +101,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     max_head_bytes: int
     max_body_bytes: int  # without chunk framing, which may be as large
-    head_seconds: float | None  # for a complete head, from its first byte or the connection's start
-    stall_seconds: float | None  # for pending output to be read
+    head_seconds: float | None  # for a head, from its first byte or the connection's start
+    stall_seconds: float | None  # to read pending output
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0  # of the current message; a segment may contain the next one
+    _num_bytes = 0  # of the current message; a segment may contain the next
     _num_body_bytes = 0
     _segment = b""
     _offers_socket = False
@@ -127,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stalled = self._aborting = None
         if self._socket is not None:
             self._socket.lost()
-        super().connection_lost(exc)  # resumes writing, which wakes a waiting app
+        super().connection_lost(exc)  # wakes a waiting app
 
     def data_received(self, data: bytes) -> None:
         if self._socket is not None:
@@ -215,7 +215,7 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a WebSocket request; later bytes go to the socket from `make`.
+        """Accept a WebSocket; later bytes go to the socket from `make`.
 
         Raises Refusal if the client has sent further bytes.
         """
@@ -231,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Close the connection after the current answer; a WebSocket gets a close frame."""
+        """Close after the current answer; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:
@@ -254,8 +254,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Handle an offer of another protocol, as Java's client makes, as plain HTTP/1.1.
 
-        The head is parsed again without the offer, since the parser would take the body for a request. The app may
-        still accept a WebSocket.
+        The parser would take the body for a request, so the head is parsed again without the offer. The app may still
+        accept a WebSocket.
         """
         stopped = sys.exception()
         assert stopped is not None
@@ -296,7 +296,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
             return
-        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # no other answer is in progress
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):
             status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))

@@ -1,4 +1,4 @@
-"""`/v1/responses` over a WebSocket: runs each message as a POST request to the app, and sends its events as texts.
+"""`/v1/responses` over a WebSocket: runs each message as a POST request to the app.
 
 A connection handles one request at a time and keeps private responses.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/responses (WebSocket)"
 MOST_SECONDS = 3600.0  # per connection, as at OpenAI
-KEPT = "jaxllm.kept"  # scope key: the connection's `ConnectionResponses`
+KEPT = "jaxllm.kept"  # scope key: `ConnectionResponses`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
@@ -43,7 +43,7 @@ _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 
 
 class ResponseSockets:
-    """A server's WebSockets; `kept_for` creates a connection's private store."""
+    """A server's WebSockets; `kept_for` creates a connection's store."""
 
     def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], ConnectionResponses]) -> None:
         self._options = options

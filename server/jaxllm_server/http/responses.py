@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
-_LARGE = 256 << 10  # bytes of JSON, 1 ms; above, in a thread
+_LARGE = 256 << 10  # bytes of JSON, 1 ms; more take a thread
 _MANY_ITEMS = 512  # 4 µs each (measured)
 _MOST_LISTED, _LISTED = 100, 20  # OpenAI's limit and default
 
@@ -92,7 +92,7 @@ class Job:
 
 
 class ResponseEndpoints:
-    """Handlers of the Responses API's routes."""
+    """Handlers of the Responses API."""
 
     def __init__(self, answering: Answering, tracer: Tracer, places: CallLimit) -> None:
         self._serving, self._options = answering.serving, answering.options
@@ -158,7 +158,6 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=writer)
 
     async def count(self, request: Request) -> ASGIApp:
-        """Count the input tokens of a request."""
         reply, _ = await self._reply_of(request, ResponseReply)
         self._answering.parts(request, reply)  # reports ignored fields
         self._serving.check_text("request_id", reply.request_id)
@@ -167,7 +166,6 @@ class ResponseEndpoints:
         return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def compact(self, request: Request) -> ASGIApp:
-        """Compact a conversation into a summary."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply, _ = await self._reply_of(request, CompactionReply)
         reply.bound(self._serving.engine.model.max_model_len)

@@ -26,7 +26,7 @@ class Body(NamedTuple):
     example: Mapping[str, Any]
     unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # of fields that `SHAPES` lacks or that differ from it
+    shapes: Mapping[str, Schema] = {}  # if different from `SHAPES`
 
     @classmethod
     def of(
@@ -57,13 +57,12 @@ class ApiRoute:
     methods: Sequence[str] = ("POST",)
     bodies: Sequence[Body] = ()  # alternatives
     media: Sequence[str] = (JSON,)  # of answers, without event streams
-    pools: bool | None = None  # for pooling models; False: for generating models
-    is_offered: bool = True  # shown on this server's pages
+    pools: bool | None = None  # False: for generating models
+    is_offered: bool = True  # shown on the server's pages
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
     invoked: Invoked | None = None
 
     @property
     def name(self) -> str:
-        """The path in OpenAPI's form."""
         return self.path.replace(":path", "")

@@ -87,7 +87,6 @@ class StatusEndpoints:
         return json_response({"models": [ollama_model(card) for card in self._cards()]})
 
     async def ollama_show(self, request: Request) -> ASGIApp:
-        """Describe a model in Ollama's form."""
         asked = asked_name(await self._bodies.json(request), self._options.unknown_fields)
         self._serving.check_model(asked)
         pools = self._serving.engine.model.pooler is not None

@@ -1,6 +1,6 @@
 """A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts.
 
-`websockets` parses frames; limits on messages, frames and stalled clients are here.
+`websockets` parses frames; other limits are here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 _KEY_BYTES = 16
-_PIECE = 4096  # bytes parsed before frames are counted
+_PIECE = 4096  # parsed before frames are counted
 _FRAME = 1 << 20  # bytes per sent frame
 # Frames, 15 µs each (measured): burst, per second, per KiB. A message counts until taken.
 _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
@@ -81,7 +81,7 @@ class WebSocket:
         self._watch: asyncio.TimerHandle | None = None
         if stall_seconds is not None:
             self._watch = self._loop.call_later(stall_seconds, self._expect_more)
-        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance at that time
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance then
         self.ended = asyncio.Event()  # no further messages; the client may not have closed
 
     async def receive(self) -> bytes | None:

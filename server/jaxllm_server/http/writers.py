@@ -38,7 +38,7 @@ class Writer(Protocol):
 
 
 class EventReply(CallsReply, Protocol):
-    """A request of an API with several event types in a stream. `begin` is called first."""
+    """A request of an API with several event types; `begin` is called first."""
 
     calls: Sequence[Call]
     is_stream: bool

@@ -1,4 +1,4 @@
-"""Prometheus metrics of several engines, by label `engine`."""
+"""Prometheus metrics of several engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FleetObserver(PrometheusObserver):
         handled = {family.name for family in self._handled_families()}
         for other in self._others:
             for family in other.collect():
-                if family.name in handled:  # front-end metrics exist once
+                if family.name in handled:
                     continue
                 known = families.setdefault(family.name, family)
                 if known is not family:

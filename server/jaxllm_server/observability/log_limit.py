@@ -23,7 +23,7 @@ class RateLimitFilter(logging.Filter):
         self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. Without a lock: only the event loop writes these lines."""
+        """Return whether to log a record. Without a lock: only the event loop writes these."""
         if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()

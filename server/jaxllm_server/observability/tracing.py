@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Return the current call's span; outside of calls, one that does nothing."""
+    """Return the current call's span, or one that does nothing."""
     return _current.get()
 
 
@@ -60,11 +60,11 @@ class Tracer:
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start the task's current span, in the client's trace if any; ignore an invalid `traceparent`."""
+        """Start the task's current span, in the client's trace if valid."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Export the remaining spans and stop, within two seconds."""
+        """Export the remaining spans, within two seconds, and stop."""
 
 
 def request_attributes(
@@ -104,8 +104,6 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _RecordedSpan(Span):
-    """A span that is exported when it ends."""
-
     def __init__(self, span: Any) -> None:
         self._span = span
 
@@ -129,7 +127,7 @@ class _RecordedSpan(Span):
 
 
 class _RecordingTracer(Tracer):
-    """A tracer with a separate provider, not OpenTelemetry's global one."""
+    """A tracer that does not use OpenTelemetry's global provider."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -149,7 +147,7 @@ class _RecordingTracer(Tracer):
         return span
 
     def close(self) -> None:
-        # OpenTelemetry's shutdown waits up to 30 s for an unreachable collector (measured with 1.45).
+        # OpenTelemetry waits 30 s for an unreachable collector (measured with 1.45).
         closing = threading.Thread(target=self.provider.shutdown, name="jaxllm-tracing-close", daemon=True)
         closing.start()
         closing.join(FAREWELL_SECONDS)

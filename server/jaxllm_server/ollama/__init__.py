@@ -1,1 +1,1 @@
-"""Ollama's API: bodies to calls, chunks to lines of JSON. Pure."""
+"""Ollama's API. Pure."""

@@ -19,7 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)
-# Options of loading and memory, and samplers of llama.cpp.
+# Of loading and memory, and samplers of llama.cpp.
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -34,7 +34,7 @@ _UNBUILT_OF_GENERATE = {**_UNBUILT, "suffix": ("",), "template": ("",), "context
 
 
 class _Reply:
-    """The calls of a body and the conversion of their chunks; UserError for a wrong shape."""
+    """A body's calls and the conversion of their chunks."""
 
     id_prefix = ""
     ignored: list[str]

@@ -98,7 +98,7 @@ class ChatReply:
         choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
-            # A forced call has no content to constrain; as in vLLM (tool_parsers/abstract_tool_parser.py,
+            # A forced call has no content to constrain, as in vLLM (tool_parsers/abstract_tool_parser.py,
             # adjust_request).
             sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
@@ -175,7 +175,7 @@ class ChatReply:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Add the usage so far to an event's `tail`, if requested, without the chunk's parts from `place` on."""
+        """Add the usage to an event's `tail`, if requested, without the chunk's parts from `place` on."""
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:
@@ -281,7 +281,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under vLLM's name and its former one, DeepSeek's."""
+    """Return the reasoning under vLLM's name and DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

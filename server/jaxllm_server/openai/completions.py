@@ -39,7 +39,7 @@ _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
-    """Reads a request of `/v1/completions` and builds its answer. Choices are numbered prompt by prompt.
+    """Reads a request of `/v1/completions` and builds its answer; choices are numbered prompt by prompt.
 
     `request_id` is the default id.
     """
@@ -59,7 +59,7 @@ class CompletionReply:
             sampling["logprobs"] = fields["logprobs"]
         # The tokenizer's errors for `echo` concern "tokens".
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
-        # logprob_token_ids alone reports the listed and the sampled tokens.
+        # Alone, logprob_token_ids reports listed and sampled tokens.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self.is_stream = self.form.stream
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
@@ -67,7 +67,7 @@ class CompletionReply:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
             self.names = {**self.names, "prompt_logprobs": "logprobs"}
         self.echo_of = prompts if flag(fields, "echo", False) else []
-        # echo with max_tokens 0 scores the prompt, as in OpenAI's API and vLLM.
+        # echo with max_tokens 0 scores the prompt, as at OpenAI and vLLM.
         asked, least = fields.get("max_tokens"), fields.get("min_tokens")
         self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
         if self._scores_prompt:
@@ -132,7 +132,7 @@ class CompletionReply:
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Yield the choices of a call's chunk, and set `_usages` for each to the tokens so far."""
+        """Yield the choices of a call's chunk; set `_usages` for each to the tokens so far."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -188,8 +188,7 @@ class CompletionReply:
 def numbered(request_id: str, number: int, most: int) -> str:
     """Append `-number` to a request id.
 
-    Beyond `most` characters, a digest replaces the id's end; an id that alone exceeds them stays, for validation to
-    refuse.
+    Beyond `most` characters, a digest replaces the id's end; a longer id stays, to be refused.
     """
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
@@ -257,7 +256,7 @@ def _check_together(fields: Body, has_echo: bool, has_suffix: bool) -> None:
 
 
 def _without_output(chunk: Chunk) -> Chunk:
-    """Remove the one generated token: the engine cannot run a request without output."""
+    """Remove the one generated token: the engine cannot run without output."""
     parts = [
         replace(
             part,
@@ -273,7 +272,7 @@ def _without_output(chunk: Chunk) -> Chunk:
 
 
 def _says_something(part: Part, form: Form) -> bool:
-    """Return whether a choice has content; a possible stop string is held back."""
+    """Return whether a choice has content, not held back."""
     return bool(
         not form.stream
         or part.text
@@ -329,7 +328,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Return log-probabilities by token text; tokens with equal texts by id."""
+    """Return log-probabilities by token text, or by id if texts are equal."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

@@ -12,7 +12,7 @@ CONVERSATION = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "chat_template_kwargs", "reasoning_effort"),
-        # Switches for thinking of DashScope and SGLang; Ollama; Z.ai and DeepSeek.
+        # Thinking: DashScope and SGLang; Ollama; Z.ai and DeepSeek.
         *("enable_thinking", "think", "thinking"),
     )
 )
@@ -52,7 +52,7 @@ def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = Fals
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return `prompt_token_ids`, with unchecked range, or None; refuse fields that would not affect them."""
+    """Return unchecked `prompt_token_ids`, or None; refuse fields that would not affect them."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
@@ -80,8 +80,7 @@ def with_transferred_ids(body: Body) -> Body:
 def _thinking(fields: Body) -> dict[str, Any]:
     """Return template variables for other servers' reasoning switches.
 
-    `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py, `reasoning_effort`
-    for a level.
+    `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")

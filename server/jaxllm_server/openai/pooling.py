@@ -1,6 +1,6 @@
 """`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure.
 
-The first is OpenAI's, the last Jina's and Cohere's; the others and extensions are vLLM's.
+OpenAI's, vLLM's, and Jina's and Cohere's.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class EmbeddingReply(PoolReply):
 
 
 class PoolingReply(EmbeddingReply):
-    """Handles `/pooling`, for the task of the request or else of the model."""
+    """Handles `/pooling`, for the request's or model's task."""
 
     id_prefix = "pool-"
     fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
@@ -182,7 +182,7 @@ class ScoreReply(PoolReply):
 
 
 class RerankReply(PoolReply):
-    """Handles `/rerank`: sorts documents by relevance to a query."""
+    """Handles `/rerank`: sorts documents by relevance."""
 
     id_prefix = "rerank-"
     list_name = "results"
@@ -212,7 +212,6 @@ class RerankReply(PoolReply):
         return super().items(ranked[: self._top or None], labels)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Write the usage in Jina's and Cohere's form."""
         billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
         return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
 

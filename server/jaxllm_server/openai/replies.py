@@ -1,4 +1,4 @@
-"""Common parts of OpenAI's responses: usage, log-probabilities, errors, model cards. Pure."""
+"""Common parts of OpenAI's responses. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def finish_reason(part: Part) -> str | None:
 
 
 def usage_without(usage: TokenUsage, parts: Iterable[Part]) -> TokenUsage:
-    """Return usage without some parts, for events sent before them."""
+    """Return usage without parts that are not sent yet."""
     parts = list(parts)
     return replace(
         usage,
@@ -72,7 +72,7 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
     """Return the tokens to report at each position, the sampled one first.
 
-    With `logprob_token_ids`, only the sampled and listed tokens, as in vLLM.
+    With `logprob_token_ids`, only sampled and listed tokens, as in vLLM.
     """
     ids = form.logprob_ids
     if entries is None or not ids:
@@ -98,7 +98,7 @@ def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> l
 
 
 def finite(entry: Logprob) -> float:
-    return max(LEAST_LOGPROB, entry.logprob)  # in this order of arguments, NaN is replaced too
+    return max(LEAST_LOGPROB, entry.logprob)  # this order replaces NaN too
 
 
 def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ class PoolSite(Protocol):
     def check_model(self, name: str, adapter: str = "") -> str: ...
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Raise UserError for a value that is too long or has special characters."""
+        """Raise UserError if a value is too long or has special characters."""
 
     def owner_of(self, client: str) -> str: ...
 

@@ -1,4 +1,4 @@
-"""Answers a client's stream of pooling requests, each as a call."""
+"""Answers a client's stream of pooling requests."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # breaks the cycle of exception and frame
+        item = None  # breaks a reference cycle
         left = list(tasks)
         for task in left:
             task.cancel()

@@ -1,7 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls delay another client's prompt by a few steps only.
+long calls delay another client's by a few steps only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # of prompts in the engine: two in flight and the next
+_STEPS = 3  # of prompts: two in flight and the next
 FULL_SECONDS = 0.25  # retry interval while the queue is full
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
@@ -113,7 +113,7 @@ async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResu
 
 
 async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Yield each pair's cosine similarity; each distinct text is embedded once."""
+    """Yield each pair's cosine similarity; embed each distinct text once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
     for index, pair in enumerate(pairs):
@@ -204,7 +204,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        # Similar lengths together: a step is padded to its longest prompt.
+        # Similar lengths together: steps are padded to the longest prompt.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
@@ -279,7 +279,7 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Tokenize, truncate and check all items' prompts; slow for long texts."""
+    """Tokenize, truncate and check all prompts; slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
     # A query repeats for each document.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of

@@ -21,11 +21,11 @@ class Form:
     continuous_usage: bool  # in each event
     return_token_ids: bool
     tokens_as_ids: bool
-    num_logprobs: int | None  # alternatives per token; None: no log-probabilities, -1: vocabulary
+    num_logprobs: int | None  # alternatives per token; -1: the vocabulary
     shows_prompt_logprobs: bool
     shows_cached: bool
     shows_reasoning: bool
-    logprob_ids: Sequence[int] | None = None  # report these tokens instead of the likeliest
+    logprob_ids: Sequence[int] | None = None  # reported instead of the likeliest
 
 
 class CallsReply(Protocol):
@@ -34,11 +34,11 @@ class CallsReply(Protocol):
     calls: Sequence[Any]
     request_id: str
     id_prefix: str
-    names: Mapping[str, str]  # parameter in errors -> request's field, where different
+    names: Mapping[str, str]  # parameter in errors -> different field
 
 
 class Reply(CallsReply, Protocol):
-    """A request's calls, and the conversion of their chunks; its only state is the output's progress."""
+    """A request's calls and the conversion of their chunks; its only state is the output's progress."""
 
     calls: Sequence[Call]
     form: Form
@@ -70,7 +70,7 @@ def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
     if not stream and any(value not in (None, False) for value in wanted.values()):
         raise UserError("stream_options needs stream=true.", "stream_options")
     for name in wanted:
-        # Obfuscation pads against traffic analysis; it is not built.
+        # Obfuscation, against traffic analysis, is not built.
         if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
             raise UserError(f"{name[:SHOWN_NAME]!r} is not a field of stream_options.", "stream_options")
     include_usage = bool(flag(wanted, "include_usage", False)) or options.enable_force_include_usage

@@ -25,14 +25,14 @@ WITHOUT_EFFECT = frozenset(
         *("prompt_cache_key", "prompt_cache_retention"),
     )
 )
-# Fields that are not built -> values that change nothing.
+# Not built -> values that change nothing.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
     "logits_processors": ([],),
     "session_id": ("",),
 }
-TRUNCATION_SIDES = ("left", "right")  # that `truncate_prompt_tokens` removes
+TRUNCATION_SIDES = ("left", "right")
 # Of `use_beam_search`, with defaults, which are always accepted.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
@@ -55,10 +55,10 @@ def given(
     policy: str = "refuse",
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields that are not null.
+    """Return the fields that are not null; append unknown ones that `policy` ignores to `ignored`.
 
-    `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`. Raises UserError for a field that
-    it refuses, UnsupportedError for an `unbuilt` one with a value not accepted.
+    Raises UserError for an unknown field that `policy` (`--unknown-fields`) refuses, UnsupportedError for an `unbuilt`
+    one with a value not accepted.
     """
     passed = check(body, known, _OURS, policy)
     if ignored is not None:

@@ -1,6 +1,6 @@
 """Refuses or ignores unknown fields of a request, by `--unknown-fields`. Pure.
 
-Misspelt fields, fields of other routes, and those that determine an answer's content are refused.
+Misspelt fields, other routes' fields, and those that determine an answer's content are refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FOREIGN = frozenset(
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
 )
-# Fields that determine the content -> this server's equivalent, if any.
+# Fields that determine the content -> this server's equivalent.
 MEANINGFUL: Mapping[str, str] = {
     # Form of the output
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
@@ -82,7 +82,7 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
     **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},
 }
-# Fields of other routes, never ignored.
+# Never ignored.
 OF_OTHER_ROUTES = frozenset(
     (
         *("prompt", "messages", "input", "tokens", "suffix", "echo", "best_of", "prompt_embeds", "prompt_token_ids"),

@@ -1,6 +1,6 @@
 """`/v1/responses/compact`: returns user messages and a summary by the model. Pure.
 
-Unlike OpenAI's, the summary is base64-encoded, not encrypted: any server can continue from it.
+Unlike OpenAI's, the summary is in base64, not encrypted: any server can continue from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm_server.responses.items import Item, item_id, packed
 from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.options import ServerOptions
 
-_MOST_TOKENS = 1024  # of a summary; at most a quarter of the context
+_MOST_TOKENS = 1024  # at most a quarter of the context
 _ASKED = (
     "Sum up this conversation for someone who goes on with it and has not read it: what is wanted, what was done and "
     "found out, what was decided, and what is left to do. Write the summary and nothing else."
@@ -60,7 +60,7 @@ class CompactionReply(ResponseReply):
         self._window = [*history, *self.items[:-1]]
 
     def bound(self, max_model_len: int) -> None:
-        """Limit the summary's `max_tokens`, to leave most of the context to the conversation."""
+        """Limit the summary's `max_tokens`, to leave context to the conversation."""
         (call,) = self.calls
         most = max(1, min(_MOST_TOKENS, max_model_len // 4))
         self.calls: Sequence[Call] = [replace(call, sampling={**call.sampling, "max_tokens": most})]

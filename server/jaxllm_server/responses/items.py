@@ -1,7 +1,4 @@
-"""Items of the Responses API: parsing, stored form, conversion to chat messages. Pure.
-
-Stored items have the form of OpenAI's item lists.
-"""
+"""Items of the Responses API: parsing, stored form (as OpenAI's lists), conversion to chat messages. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxllm.errors import UnsupportedError, UserError
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # items and parts of a conversation, as of a chat
+MOST_PARTS = 16_384  # of a conversation, as of a chat
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -24,7 +21,7 @@ _LISTS = ("content", "output", "summary")
 _UNREADABLE = ("input_image", "input_file", "input_audio")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64  # characters of a name in errors
+_SHOWN = 64  # characters in errors
 
 
 def response_id_of(own_id: str) -> str:
@@ -57,7 +54,7 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
         raise UserError("input must be a text or a list of items.", "input")
     if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
         raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
-    left = dict(kept)  # each at most once: a reference is much smaller than its item
+    left = dict(kept)  # each at most once: a reference is smaller than its item
     return [_item_of(item, f"input[{index}]", request_id, str(index), left) for index, item in enumerate(given)]
 
 
@@ -93,7 +90,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def continues_answer(items: Sequence[Item]) -> bool:
-    """Return whether the last item is an incomplete answer that the model should continue.
+    """Return whether the last item is an incomplete answer to continue.
 
     As vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
     """
@@ -182,7 +179,7 @@ def _call_output(item: Item, path: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Item, path: str) -> dict[str, Any]:
-    """Validate a reasoning item; return its `summary` and `content` as lists of parts.
+    """Validate a reasoning item; return its `summary` and `content` parts.
 
     Raises UnsupportedError for encrypted content alone.
     """
@@ -259,7 +256,7 @@ def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[s
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-# Fields that a message must not have yet: the order is reasoning, content, calls.
+# Must be absent: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),
@@ -275,7 +272,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":  # summary if without content, as in vLLM
+    if kind == "reasoning":  # else summary, as in vLLM
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

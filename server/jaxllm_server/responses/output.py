@@ -21,8 +21,6 @@ _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 @dataclass
 class _Item:
-    """An output item."""
-
     kind: Kind
     id: str
     index: int
@@ -55,11 +53,11 @@ class Output:
         self._request_id = request_id
         self._items: list[_Item] = []
         self._events: list[Event] = []
-        self._space: list[str] = []  # leading, as models write around calls; kept only if text follows
+        self._space: list[str] = []  # leading, as around calls; kept only before text
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the items; the last one may be partial."""
+        """Return the items; the last may be partial."""
         return [item.written() for item in self._items]
 
     def add(
@@ -88,8 +86,8 @@ class Output:
     def end(self, is_whole: bool) -> list[Event]:
         """Return the final events; a truncated output's last item is incomplete.
 
-        Space alone becomes a message only after text or if nothing else exists. A complete output has a message or a
-        call: some clients repeat requests that returned neither.
+        Space alone becomes a message only after text or if nothing else exists. A whole output has a message or a call:
+        some clients repeat requests without.
         """
         kinds = {item.kind for item in self._items}
         if self._space and ("message" in kinds or "function_call" not in kinds):
@@ -127,9 +125,9 @@ class Output:
             self._tell(item, "response.content_part.added", part=item.part())
 
     def _grow(self, text: str) -> None:
-        """Append text to the last item and emit its delta event.
+        """Append text to the last item and emit its delta.
 
-        A message also takes the pending log-probabilities, which may precede their text.
+        A message also takes pending log-probabilities, which may precede their text.
         """
         item = self._items[-1]
         if item.kind == "message":
@@ -171,7 +169,7 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Return the log-probabilities of the tokens that form `text`, without later calls'."""
+    """Return the log-probabilities of the tokens that form `text`."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

@@ -52,7 +52,7 @@ _UNBUILT = {
     "enable_response_messages": (False,),
     "mm_processor_kwargs": ({},),
 }
-# A response has a single output and only its log-probabilities.
+# A response has a single output and its log-probabilities.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
 REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # returned, defaults filled in
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # returned unchanged, without effect
@@ -75,7 +75,7 @@ _STATUSES: Mapping[str, Status] = MappingProxyType(
 class ResponseReply:
     """Reads a request of `/v1/responses` and builds its response.
 
-    `request_id` is the default id; `history` is the conversation so far, `kept` the referenced stored items.
+    `request_id` is the default id; `history` the conversation so far, `kept` the referenced stored items.
     """
 
     id_prefix = RESPONSE_PREFIX
@@ -124,7 +124,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                may_fill_context=True,  # agents request more tokens than are left; as in vLLM
+                may_fill_context=True,  # agents request more than is left; as in vLLM
                 **shared,
             )
         ]
@@ -260,7 +260,7 @@ class ResponseReply:
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
     """Return the log-probabilities of the content's tokens, without reasoning.
 
-    The text is searched in the tokens' bytes, since the number of tokens that end reasoning varies by model.
+    Searches the tokens' bytes, since the number of tokens that end reasoning varies by model.
     """
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
@@ -303,7 +303,6 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: TokenUsage | None) -> dict[str, Any] | None:
-    """Return the `usage` object; cache writes count 0."""
     if usage is None:
         return None
     return {

@@ -1,7 +1,6 @@
 """In-memory store of responses, bounded in bytes, private to each client. Pure: no clock, no threads.
 
-An entry holds a response and its input, as JSON. Without space, the client with the most bytes loses its least recently
-used response, so it cannot evict others'.
+Without space, the client with the most bytes loses its least recently used response, so it cannot evict others'.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item
 
 _connections = count(1)
-_OVERHEAD = 1024  # per entry, beyond its texts; measured: 700
+_OVERHEAD = 1024  # per entry; 700 measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class StoredResponse:
 
 
 class LostError(LookupError):
-    """The response is not stored: it never was, or was deleted or evicted."""
+    """A response was never stored, deleted or evicted."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -41,7 +40,7 @@ class LostError(LookupError):
 
 
 class ResponseStore:
-    """Stores at most `most_bytes` of responses; evicts the least recently used of the client with the most bytes."""
+    """Stores at most `most_bytes` of responses."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -61,14 +60,14 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Return a client's response; raise LostError if it is not stored."""
+        """Return a client's response; raise LostError without it."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
         return stored
 
     def chain(self, client: str, response_id: str) -> dict[str, StoredResponse]:
-        """Return a response and its predecessors by id, oldest first, and mark them as used; raise LostError.
+        """Return a response and its predecessors by id, oldest first, marked as used; raise LostError.
 
         A response that replaced a predecessor of the same id may lead to itself; each occurs once.
         """
@@ -96,7 +95,7 @@ class ResponseStore:
 
 
 class ConnectionResponses:
-    """Keeps a connection's last response with `store` off, and its predecessors, until the connection ends.
+    """Keeps a connection's last response with `store` off, and its predecessors, until it ends.
 
     No request can contain their names in the store.
     """

@@ -42,10 +42,10 @@ class Row(NamedTuple):
     """The status of a class of errors."""
 
     grpc: str
-    reason: str  # of google.rpc.ErrorInfo; `code_of` converts it to an OpenAI code
+    reason: str  # google.rpc.ErrorInfo's; `code_of` converts it to OpenAI's code
     http: int
-    kind: str  # an OpenAI error's `type`
-    retry: bool = False  # a retry may succeed, perhaps on another server
+    kind: str  # OpenAI's `type`
+    retry: bool = False  # on any server
 
 
 # The first match applies: subclasses precede base classes.
@@ -68,7 +68,7 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
-# OpenAI's codes other than the reason in lower case.
+# Other than the reason in lower case.
 _OPENAI_CODES = {
     "AUTH_MISSING": "invalid_api_key",
     "AUTH_INVALID": "invalid_api_key",
@@ -90,7 +90,7 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for a client: of errors of jaxllm, except a plain EngineError, their own, else a fixed text.
+    """Return the message for a client: errors of jaxllm have theirs, except a plain EngineError, others a fixed text.
 
     Other messages can contain addresses and paths (vLLM CVE-2026-54236).
     """

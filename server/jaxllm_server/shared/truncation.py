@@ -1,4 +1,4 @@
-"""Truncates token ids to `truncate_prompt_tokens`, from the requested side."""
+"""Truncates token ids to `truncate_prompt_tokens`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ _MAX_PATH_CHARS = 4096
 
 
 def check_enabled(config: EngineConfig) -> None:
-    """Raise FeatureDisabledError without --enable-sleep-mode."""
     if not config.enable_sleep_mode:
         raise FeatureDisabledError("This server was started without --enable-sleep-mode.", "enable_sleep_mode")
 
