@@ -1,8 +1,7 @@
 """`jaxllm serve`: run the front ends and the engine on one event loop.
 
-Ports open before the model is loaded, so that probes get "not ready".
-
-Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
+Ports open before the model is loaded, for probes. Exit codes: 0 after a signal and a drain, 1 if the engine failed to
+start or died. A second signal exits at once.
 """
 
 from __future__ import annotations
@@ -285,7 +284,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def new_host(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Callable[[], int]:
-    """Return a function that runs a host of a group and returns its exit code; raise UserError for invalid options."""
+    """Return a function that runs a host of a group and returns its exit code."""
     if not options.headless:
         return partial(serve, new_server(config, options, progress))
     from jaxllm.hosts import agreement

@@ -88,7 +88,7 @@ class Serving:
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Called before the first is generated: a later call's failure would waste its work.
+        Called before the first is generated: a later failure would waste its work.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)

@@ -1,8 +1,7 @@
 """API keys, for both protocols.
 
-Without keys all calls are open. Calls that show or affect all clients' work (gRPC's control service; HTTP /load,
-/metrics, loading adapters) need an admin key if any, or several API keys, are configured. An admin key is also an API
-key.
+Without keys all calls are open. Calls that concern all clients' work (gRPC's control service; HTTP /load, /metrics,
+loading adapters) need an admin key if any, or several API keys, are configured. Admin keys are also API keys.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ class _Turn:
 def messages_of(fields: Body) -> list[dict[str, Any]]:
     """Convert the system prompt and messages, merging consecutive messages of one role.
 
-    A later system message, as from Claude Code, becomes a reminder in the user's message, since many templates refuse
-    it.
+    A later system message (Claude Code) becomes a reminder in the user's message, since many templates refuse it.
     """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:

@@ -1,7 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: requests to calls, chunks to events or messages. Pure.
-
-Follows https://docs.anthropic.com/en/api/messages.
-"""
+"""`/v1/messages` and `/v1/messages/count_tokens`, as in https://docs.anthropic.com/en/api/messages. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Grammars of tool calls in the model's format. Pure.
 
-In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments of
-`strict` tools follow their schema; others are any object.
+In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments
+follow the schema of `strict` tools.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxllm.server")
 class OutputForms:
     """A model's formats; may be created before the engine has loaded.
 
-    `template` is the operator's; `template_kwargs` are default variables.
+    `template` is the operator's.
     """
 
     def __init__(

@@ -38,10 +38,7 @@ LEFT_OUT = 4  # maximum conversation, in contexts: templates may omit parts
 
 
 class Prompts:
-    """Builds a model's prompts; `off_loop` runs slow work outside the event loop.
-
-    `template` is the operator's; `template_kwargs` are default variables.
-    """
+    """Builds a model's prompts; `off_loop` runs slow work outside the event loop."""
 
     def __init__(
         self,

@@ -37,8 +37,8 @@ _FAREWELL_SECONDS = 5.0  # to send a status to a stalled client
 # After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health checks need no key and may announce messages of any size. Valid ones arrive with the call's first packet; of
-# slow ones, a new one replaces the oldest (256 MiB by default).
+# Health checks need no key and may announce any size. Valid ones arrive with the call's first packet; of slow ones, a
+# new one replaces the oldest (256 MiB by default).
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
@@ -119,7 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
-            except Exception as failure:  # a bug of the gate
+            except Exception as failure:
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
@@ -223,7 +223,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 span.end(error)
                 if is_counted:
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
-            except Exception:  # metrics must not fail a request
+            except Exception:
                 _log.exception("the observer failed")
             error = None  # breaks a cycle through its traceback that would keep the message in memory
 

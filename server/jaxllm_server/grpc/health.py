@@ -27,8 +27,8 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 class Health(health_pb2_grpc.HealthServicer):
     """Reports the last state set.
 
-    "" and the inference service follow the engine. The control service is healthy until the engine is dead: operators
-    must reach a paused or loading server.
+    "" and the inference service follow the engine. The control service is healthy until the engine is dead, for
+    operators of a paused or loading server.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Convert `jaxllm.v1` requests to `Call`s. Pure.
 
-A field is converted or refused by its path, such as `sampling.top_p`; a test verifies this.
+Every field is converted or refused by its path, such as `sampling.top_p`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _CONSTRAINTS = {
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
     """Convert a request to a call; unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    Values are checked later. `max_json_depth` is the limit of HTTP bodies. Raises UserError with the path of a field
-    that is unknown, unsupported or contradicts another.
+    `max_json_depth` is the limit of HTTP bodies. Raises UserError with the path of a field that is unknown, unsupported
+    or contradicts another; values are checked later.
     """
     refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
@@ -269,8 +269,7 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Raise UnsupportedError for unknown fields, which protobuf keeps silently; UserError for more than
-    `MAX_NESTED_MESSAGES` messages.
+    """Raise an error for unknown fields, which protobuf keeps silently, or too many submessages.
 
     Over 4 KiB of unknown fields are not named: protobuf creates an object for each, 2 s for 8 MiB.
     """

@@ -66,7 +66,7 @@ async def start_grpc(
 ) -> GrpcServer:
     """Return a started server; the engine may still be loading.
 
-    Raises UserError for a port or socket in use, an invalid certificate or a missing package.
+    Raises UserError for an unusable port, socket or certificate, or a missing package.
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs, options.stall_timeout)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
@@ -121,8 +121,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         # Streams opened before a client receives this limit fail as UNAVAILABLE (of 3,000 calls 1,948 with 1,024, none
         # with 4,096).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second; more closes the connection. gRPC lacks the key
-        # min_recv_ping_interval_without_data_ms.
+        # Clients may ping ten times a second. gRPC lacks the key min_recv_ping_interval_without_data_ms.
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -175,7 +174,7 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
     """Serve reflection under both of its names.
 
-    The newer name is not listed: its descriptor is missing, so clients that describe listed services (`buf curl
+    The newer name, whose descriptor is missing, is not listed: clients that describe listed services (`buf curl
     --list-methods`) would fail.
     """
     servicer = ReflectionServicer(names)

@@ -131,7 +131,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Generate under the id from the metadata, or a derived one while that is in use."""
+        """Generate under the metadata's id, or a derived one while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:

@@ -1,7 +1,7 @@
 """ASGI apps that run a reply's calls and send the results.
 
 The status is sent after the first output, so earlier errors have theirs. A disconnect closes the calls' iterators,
-which aborts their requests.
+which aborts them.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Guard:
     def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
         """Refuse web pages of other origins (Ray CVE-2025-62593)."""
         for origin in headers.get(b"origin", []):
-            # DNS rebinding: the server's origin has an unknown host.
+            # Its own origin needs a known host, because of DNS rebinding.
             is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
             if not is_own and not self._is_allowed(origin):
                 message = "Requests from web pages of this origin are not accepted; see --allowed-origins."

@@ -1,6 +1,6 @@
 """Build the OpenAPI 3.1 document from routes, bodies' fields and `SamplingParams`' help texts. Pure.
 
-`SHAPES` has the fields' schemas, `Body.shapes` single bodies'; a test compares them with the checks.
+`SHAPES` has the fields' schemas, `Body.shapes` single bodies'; a test checks them.
 """
 
 from __future__ import annotations

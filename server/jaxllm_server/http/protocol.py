@@ -254,8 +254,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Handle an offer of another protocol, as Java's client makes, as plain HTTP/1.1.
 
-        The parser would take the body for a request, so the head is parsed again without the offer. The app may still
-        accept a WebSocket.
+        The parser would take the body for a request, so the head is parsed again without the offer. The app may accept
+        a WebSocket.
         """
         stopped = sys.exception()
         assert stopped is not None

@@ -273,7 +273,6 @@ class ResponseEndpoints:
     async def _kept_items(
         self, ids: set[str], client: str, kept_here: ConnectionResponses | None
     ) -> Mapping[str, Item]:
-        """Return stored items by id, except missing ones."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:

@@ -13,7 +13,7 @@ _MOST_LINES = 64  # lines with a request id do not recur
 class RateLimitFilter(logging.Filter):
     """Passes each line of some loggers once per ten seconds, and counts suppressed ones.
 
-    Add it to a handler: filters of loggers would outlive the handler.
+    For handlers: filters of loggers would outlive the handler.
     """
 
     def __init__(self, *names: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, as children of the client's `traceparent`.
 
-Attributes have vLLM's names (vllm/tracing.py: `llm_request`, `gen_ai.*`). The packages, in `jaxllm[otel]`, are imported
-only if an endpoint is set.
+Attributes have vLLM's names (vllm/tracing.py). The packages, in `jaxllm[otel]`, are imported only if an endpoint is
+set.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Tracer:
     def from_endpoint(endpoint: str | None) -> Tracer:
         """Return a tracer that exports over OTLP/HTTP, such as to http://localhost:4318; None disables tracing.
 
-        The default path is /v1/traces. OpenTelemetry's environment variables apply.
+        OpenTelemetry's environment variables apply.
         """
         if endpoint is None:
             return Tracer()

@@ -47,7 +47,7 @@ _VERBOSITIES = ("low", "medium", "high")
 
 
 class ChatReply:
-    """Reads a request of `/v1/chat/completions` and builds its answer. `request_id` is the default id."""
+    """Reads a request of `/v1/chat/completions` and builds its answer."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "chatcmpl-"

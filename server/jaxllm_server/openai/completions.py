@@ -39,10 +39,7 @@ _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
-    """Reads a request of `/v1/completions` and builds its answer; choices are numbered prompt by prompt.
-
-    `request_id` is the default id.
-    """
+    """Reads a request of `/v1/completions` and builds its answer; choices are numbered prompt by prompt."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "cmpl-"

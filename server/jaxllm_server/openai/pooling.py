@@ -46,7 +46,7 @@ _DOCUMENTS_PER_UNIT = 100  # Cohere's billing unit
 
 
 class PoolReply(ABC):
-    """Reads a request and builds its answer. `request_id` is the default id."""
+    """Reads a request and builds its answer."""
 
     id_prefix: str
     list_name = "data"

@@ -1,4 +1,4 @@
-"""Parsers for tool calls under a grammar, for all models; other text, as in a truncated output, is content."""
+"""Parsers for tool calls under a grammar, for all models; other text is content."""
 
 from __future__ import annotations
 

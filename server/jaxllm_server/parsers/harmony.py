@@ -22,7 +22,7 @@ _ENDS = (END, _CALL, "<|return|>")
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _ANALYSIS = "analysis"
 _RECIPIENT = "to="
-_MAX_HEADER = 512  # characters; a longer header is text
+_MAX_HEADER = 512  # characters; a longer one is text
 FINAL = f"{_CHANNEL}final{_MESSAGE}"
 CHANNEL = _CHANNEL
 CALL_HEADERS = tuple(
@@ -48,8 +48,6 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of a message, possibly empty."""
-
     message: _Message
     text: str
     is_first: bool = False
@@ -76,7 +74,7 @@ class _Messages(MarkerReader):
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Keep held-back text, except an unfinished header or a truncated marker."""
+        """Keep held-back text, except an unfinished header or truncated marker."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
@@ -87,7 +85,6 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """Read on after a message's start, up to the channel."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])
@@ -118,7 +115,7 @@ class _Messages(MarkerReader):
             self._end_header(is_text=True)
             self._close()
         elif marker == _START and not "".join(self._header).startswith("<"):
-            self._end_header(is_text=True)  # text that resembles a recipient
+            self._end_header(is_text=True)  # resembled a recipient
             self._take_marker(marker)
         elif marker:
             self._header.append(marker)
@@ -169,8 +166,6 @@ def _message_of(header: str) -> _Message:
 
 
 class _Content:
-    """Joins messages with line breaks."""
-
     def __init__(self) -> None:
         self._has_come = False
 
@@ -181,7 +176,7 @@ class _Content:
 
 
 class HarmonyReasoning:
-    """Splits an output into reasoning and content, in which calls stay for `HarmonyParser`, with headers."""
+    """Splits an output into reasoning and content; calls stay in the content, with headers, for `HarmonyParser`."""
 
     markers = _MARKERS
     may_hold_calls = False
@@ -215,9 +210,9 @@ class HarmonyReasoning:
 
 
 class HarmonyParser(ToolParser):
-    """Splits an output into content, remaining reasoning included, and calls.
+    """Splits an output into calls and content, which includes remaining reasoning.
 
-    Arguments are a message's text, unchanged, or `{}` if empty.
+    Arguments are a message's text, or `{}` if empty.
     """
 
     markers = _MARKERS
@@ -226,7 +221,7 @@ class HarmonyParser(ToolParser):
         super().__init__(make_id, tools)
         self._messages = _Messages()
         self._text = _Content()
-        self._has_begun = False  # part of the current call was emitted
+        self._has_begun = False  # part of the call was emitted
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         self._take(self._messages.push(text))

@@ -11,7 +11,7 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
 
 class ObjectCalls(ToolParser):
-    """Base of parsers for calls that are JSON objects."""
+    """Base of parsers for JSON objects."""
 
     _object: CallObject | None = None
 
@@ -24,7 +24,7 @@ class ObjectCalls(ToolParser):
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
-        """Read on in an object; emit the call once it is certain."""
+        """Read on in an object; emit the call once certain."""
         was_call = call.is_call
         end = call.read(text, start)
         if not call.is_call:
@@ -43,9 +43,9 @@ class ObjectCalls(ToolParser):
 class HermesParser(ObjectCalls):
     """Parses any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` between text.
 
-    Content before the first call keeps its last newline, as in vLLM; after a call, space before another call or the end
-    is dropped, other text is content (vLLM drops it). Missing arguments mean `{}`. The end tag is optional; tags in
-    JSON strings are text.
+    Content before the first call keeps its last newline, as in vLLM. Space before another call or the end is dropped;
+    other text is content (vLLM drops it). Missing arguments mean `{}`. The end tag is optional; tags in JSON strings
+    are text.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -101,7 +101,7 @@ class LlamaParser(ObjectCalls):
     """Parses `{"name": …, "parameters": {…}}`, separated by `;`, after an optional `<|python_tag|>`.
 
     Only an output that begins with a call has any, as in vLLM's stream. An object without name or arguments, such as
-    requested JSON, is content. Space, `;` and markers around calls are dropped; other text makes the rest content.
+    requested JSON, is content. Space, `;` and markers are dropped; other text makes the rest content.
     """
 
     markers = ("<|python_tag|>",)
@@ -152,7 +152,7 @@ class LlamaParser(ObjectCalls):
             self._give_up()
 
     def _drop(self) -> None:
-        """Discard a truncated output's held text, except an unmarked object with members foreign to calls."""
+        """Discard a truncated output's held text, unless it is an unmarked object with members foreign to calls."""
         is_marked = self.markers[0] in "".join(self._held)
         if self._object is not None and self._object.is_foreign and not is_marked:
             self._give_up()
@@ -160,7 +160,7 @@ class LlamaParser(ObjectCalls):
 
 
 class ListCalls(ObjectCalls):
-    """Base of parsers of `[{…}, {…}]`. Brackets, commas and space around calls are dropped."""
+    """Base of parsers of `[{…}, {…}]`; brackets, commas and space are dropped."""
 
     _needs_arguments = False
     _expected = "["
@@ -189,7 +189,7 @@ class ListCalls(ObjectCalls):
 
     @abstractmethod
     def _after_text(self) -> Callable[[str, int], int]:
-        """Return the state after text that is no call."""
+        """Return the state after other text."""
 
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
         self._expected = ",]"
@@ -249,8 +249,8 @@ class GraniteParser(ListCalls):
 class MistralParser(GraniteParser):
     """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` per call, between text.
 
-    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, which is optional as
-    in vLLM (mistral-common, tokens/tokenizers/instruct.py).
+    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, optional as in vLLM
+    (mistral-common, tokens/tokenizers/instruct.py).
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

@@ -13,9 +13,9 @@ _FENCE = SPACE | frozenset("`json")  # characters of "```json"
 
 
 class SectionedCalls(ToolParser):
-    """Base of parsers for calls that begin with a marker, perhaps in a marked section, between text.
+    """Base of parsers for calls that begin with a marker, perhaps in a section.
 
-    Space and markers between calls are dropped; other text there is content.
+    Space and markers between calls are dropped; other text is content.
     """
 
     _openings: tuple[str, ...]
@@ -55,7 +55,7 @@ class SectionedCalls(ToolParser):
 
     @abstractmethod
     def _read_name(self, text: str, start: int) -> int:
-        """Read on after a call's opening marker."""
+        pass
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
         super()._begin_call(name, arguments, identity)
@@ -72,7 +72,7 @@ class SectionedCalls(ToolParser):
 
 
 class CallMarkers(NamedTuple):
-    """The markers around a section and a call, and between name and arguments."""
+    """Around a section and a call, and between name and arguments."""
 
     section: str
     call: str

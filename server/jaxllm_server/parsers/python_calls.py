@@ -10,15 +10,15 @@ from jaxllm_server.parsers.python_literal import PythonLiteral
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
-# Of tool names in OpenAI's API, and of dotted ones.
+# Of OpenAI's tool names, and of dotted ones.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 class PythonicParser(ToolParser):
     """Parses `[name(key=literal, …), …]` at the start of an output, or after any `<|python_start|>`.
 
-    Arguments are converted to JSON. A call is emitted from its first value on, or at its end; after an invalid value it
-    keeps the earlier ones, and the rest is content.
+    A call is emitted from its first value on, or at its end, with JSON arguments; an invalid value ends it, and the
+    rest is content.
     """
 
     markers = ("<|python_start|>", "<|python_end|>")
@@ -61,7 +61,7 @@ class PythonicParser(ToolParser):
         return self._read_word(text, start, "=)")
 
     def _read_word(self, text: str, start: int, ends: str) -> int:
-        """Read a word with surrounding space, and the character after it."""
+        """Read a word with surrounding space, and the next character."""
         end = start
         while end < len(text) and (text[end] in _NAME or text[end] in " \n\t\r"):
             end += 1

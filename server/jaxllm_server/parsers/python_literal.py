@@ -19,7 +19,7 @@ _CONSTANTS: Mapping[str, str] = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_MAX_PYTHON_NUMBER = 64  # characters, in a notation that JSON lacks
+_MAX_PYTHON_NUMBER = 64  # in a notation that JSON lacks
 _CLOSERS: Mapping[str, str] = MappingProxyType({"[": "]", "{": "}"})
 _ESCAPES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,17 +34,17 @@ class _Phase(Enum):
     """The expected token outside strings and scalars."""
 
     VALUE = auto()
-    FIRST = auto()  # a list's value, a dict's key, or the end
+    FIRST = auto()  # a value, a key, or the end
     COLON = auto()
     NEXT = auto()
 
 
 class PythonLiteral:
-    """Reads a literal; the JSON from `take` does not depend on the chunks of the input."""
+    """Reads a literal; the JSON from `take` is independent of the input's chunks."""
 
     def __init__(self) -> None:
         self.is_over = False
-        self.is_broken = False  # over, as the literal is invalid
+        self.is_broken = False
         self._phase = _Phase.VALUE
         self._open: list[str] = []
         self._json: list[str] = []
@@ -53,7 +53,7 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Convert text from `start` on; return the index after the last character read."""
+        """Convert text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -146,7 +146,7 @@ class PythonLiteral:
 
 
 class _String:
-    """Reads a string with Python's escapes, single- or triple-quoted, after its first quote."""
+    """Reads a string with Python's escapes, after its first quote."""
 
     def __init__(self, quote: str) -> None:
         self.is_over = False
@@ -203,7 +203,7 @@ class _String:
         kind = self.unread[1]
         if kind not in _HEX_DIGITS:
             known = _ESCAPES.get(kind)
-            into.append(_inside(self.unread if known is None else known))  # as Python, keep unknown escapes
+            into.append(_inside(self.unread if known is None else known))  # unknown escapes stay, as in Python
             self.unread = ""
         elif len(self.unread) > 2 and character not in "0123456789abcdefABCDEF":
             self.is_broken = True

@@ -1,4 +1,4 @@
-"""Streaming split of a model's text into reasoning and content, at tags such as `<think>` and `</think>`.
+"""Streaming split of text into reasoning and content, at tags such as `<think>` and `</think>`.
 
 Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
 tag all is reasoning. A second `<think>`, and tags after the first `</think>`, are text.
@@ -36,7 +36,7 @@ class ReasoningParser(Protocol):
         ...
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the reasoning and content that are final."""
+        """Return final reasoning and content."""
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
@@ -47,10 +47,10 @@ class ReasoningParser(Protocol):
 class ReasoningMode(Enum):
     """When a model reasons."""
 
-    ALWAYS = auto()  # from its first token, unless the template closes the reasoning
+    ALWAYS = auto()  # from the first token, unless the template closes the reasoning
     BY_ITSELF = auto()  # model or template writes the start tag, unless thinking is disabled
     IF_OPENED = auto()  # if the template writes the start tag
-    IF_ASKED = auto()  # if the prompt, usually its system message, contains the start tag
+    IF_ASKED = auto()  # if the prompt contains the start tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class TaggedReasoning:
     starts: tuple[str, ...]
     ends: tuple[str, ...]  # the model's end tag, then others
     habit: ReasoningMode
-    kept_ends: tuple[str, ...] = ()  # ends that belong to the content
+    kept_ends: tuple[str, ...] = ()  # that belong to the content
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the texts after which a constraint on the answer applies."""
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the tags that may open reasoning at an output's start; none if it begins inside."""
+        """Return the tags that may open reasoning; none if the output begins inside."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -97,9 +97,9 @@ class TaggedReasoning:
 
 
 class HarmonyChannels:
-    """`TaggedReasoning`'s counterpart for gpt-oss, which reasons in channels.
+    """`TaggedReasoning`'s counterpart for gpt-oss's channels.
 
-    A header, with the name of the channel, precedes every answer and call.
+    A header, with the channel's name, precedes every answer and call.
     """
 
     kept_ends: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class HarmonyChannels:
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the text after which a grammar applies: the header of the final channel.
 
-        With forced calls it is the end of the reasoning, since the model might never reach a final answer.
+        With forced calls the end of the reasoning, since a final answer might never follow.
         """
         return (END,) if is_forced else (FINAL,)
 
@@ -115,7 +115,7 @@ class HarmonyChannels:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: even an answer without reasoning has a header to remove."""
+        """Return True: even without reasoning, a header precedes the answer."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:
@@ -134,7 +134,7 @@ class _State(Enum):
 class TagParser:
     """A `ReasoningParser` for tags.
 
-    With `starts_inside`, the output begins as reasoning and a start tag is dropped; otherwise only a start tag at its
+    With `starts_inside`, the output begins as reasoning and a start tag is dropped; else only a start tag at its
     beginning opens reasoning.
     """
 
@@ -200,7 +200,7 @@ class TagParser:
             at, tag = min(found)
             self._state = _State.CONTENT
             return text[:at], text[at if tag in self._form.kept_ends else at + len(tag) :]
-        # A tag contains its first character once, so only the last occurrence can begin a partial tag.
+        # Tags contain their first character once, so only the last occurrence can begin a partial one.
         start = text.rfind(self._ends[0][0])
         if start >= 0 and any(tag.startswith(text[start:]) for tag in self._ends):
             self._held = text[start:]

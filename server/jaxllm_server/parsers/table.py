@@ -17,7 +17,7 @@ from jaxllm_server.parsers.tagged_calls import GlmParser, MiniMaxParser, Qwen3Co
 from jaxllm_server.parsers.tool_parsers import ToolParser
 
 AUTO = "auto"
-Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it contains all texts of any tuple
+Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it contains all texts of a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ _GRANITE = (
     ("Here is my response:", "Here's my response:"),
 )
 
-# The first match applies, so unspecific rows are last.
+# The first match applies: unspecific rows are last.
 TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
     {
         "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
@@ -60,7 +60,7 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
         "qwen3_coder": ToolForm(Qwen3CoderParser, (("<tool_call>", "<function="),)),
         "glm45": ToolForm(GlmParser, (("<tool_call>", "<arg_key>"),)),
         "hermes": ToolForm(HermesParser, (("<tool_call>",),)),
-        # vLLM's aliases for later models.
+        # vLLM's aliases.
         "glm47": ToolForm(GlmParser),
         "granite4": ToolForm(HermesParser),
         "llama4_json": ToolForm(LlamaParser),

@@ -1,6 +1,6 @@
 """Parsers for calls with tagged parameters: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM-4.5.
 
-Arguments become JSON by the tool's schema: strings are streamed, other values written at their end.
+Arguments become JSON by the tool's schema; strings are streamed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxllm_server.parsers.tool_parsers import MakeId, is_name
 
 
 class Tags(NamedTuple):
-    """The tags around a call's parts; "" if a format omits one."""
+    """The tags around a call's parts, or ""."""
 
     section: str
     call: str
@@ -36,7 +36,7 @@ class TaggedCalls(SectionedCalls):
     """
 
     tags: ClassVar[Tags]
-    _has_lines: ClassVar[bool] = True  # values have separate lines; line breaks around them are dropped
+    _has_lines: ClassVar[bool] = True  # values are on separate lines
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)

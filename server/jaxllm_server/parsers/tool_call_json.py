@@ -15,7 +15,7 @@ MAX_NAME = 256  # characters; a longer name is text
 
 
 class _Phase(Enum):
-    """The expected token within an object."""
+    """The expected token."""
 
     OPENING = auto()
     FIRST_KEY = auto()
@@ -66,7 +66,7 @@ class CallObject:
         self._arguments: list[str] | None = None  # not yet returned by `take_arguments`
 
     def read(self, text: str, start: int) -> int:
-        """Read text from `start` on; return the index after the last character read."""
+        """Read text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]
@@ -194,7 +194,7 @@ def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
 
 
 def _string(text: str) -> str | None:
-    """Decode a JSON string; None if invalid or with a lone surrogate."""
+    """Decode a JSON string; None if invalid."""
     try:
         decoded = json.loads(text)
         return decoded if isinstance(decoded, str) and decoded.encode() else None

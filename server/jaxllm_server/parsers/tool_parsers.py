@@ -1,6 +1,6 @@
 """Base of the streaming tool-call parsers, which read each character once.
 
-A call's name is emitted first, then its arguments as JSON text. Text is held back only while it may become a call.
+A call's name is emitted first, then its arguments as JSON text. Only text that may become a call is held back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call; only the first has `id` and `name`."""
+    """A piece of a call; only the first has `id` and `name`."""
 
     index: int
     id: str | None
@@ -35,7 +35,7 @@ class ToolCallDelta:
 class ToolParser(MarkerReader, ABC):
     """Splits an output into content and calls, independently of its chunks.
 
-    `make_id` generates ids that the model does not give.
+    `make_id` generates missing ids.
     """
 
     markers: tuple[str, ...] = ()  # special tokens that detokenization must keep
@@ -51,12 +51,12 @@ class ToolParser(MarkerReader, ABC):
         self._name = ""  # so far, also in `_held`
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Return the content and call deltas that are final."""
+        """Return final content and call deltas."""
         self._feed(text)
         return self._taken()
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return the rest at the end of the output: held-back text that is not call syntax, as content.
+        """Return the rest at the output's end: held-back text that is not call syntax, as content.
 
         With `is_cut_off`, the output was truncated: held-back text is dropped, and a call with an emitted beginning
         keeps its partial arguments.

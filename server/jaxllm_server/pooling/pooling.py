@@ -1,7 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls delay another client's by a few steps only.
+long calls delay others by a few steps only.
 """
 
 from __future__ import annotations

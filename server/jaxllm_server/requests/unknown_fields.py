@@ -1,4 +1,4 @@
-"""Refuses or ignores unknown fields of a request, by `--unknown-fields`. Pure.
+"""Refuses or ignores unknown fields, by `--unknown-fields`. Pure.
 
 Misspelt fields, other routes' fields, and those that determine an answer's content are refused.
 """

@@ -46,7 +46,7 @@ def references_of(given: Any) -> set[str]:
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
     """Parse `input`; `kept` are the stored items it references.
 
-    Raises UserError naming the item, or UnsupportedError for items and parts that a text model cannot read.
+    Raises UserError naming the item, or UnsupportedError for items and parts not made of text.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]

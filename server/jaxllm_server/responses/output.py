@@ -1,4 +1,4 @@
-"""Builds a response's output items incrementally, with the events of a stream. Pure.
+"""Builds a response's output items incrementally, with a stream's events. Pure.
 
 Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's text is
 one message.

@@ -75,7 +75,7 @@ _STATUSES: Mapping[str, Status] = MappingProxyType(
 class ResponseReply:
     """Reads a request of `/v1/responses` and builds its response.
 
-    `request_id` is the default id; `history` the conversation so far, `kept` the referenced stored items.
+    `history` is the conversation so far, `kept` the referenced stored items.
     """
 
     id_prefix = RESPONSE_PREFIX

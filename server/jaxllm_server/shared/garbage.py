@@ -1,6 +1,6 @@
 """Schedules full garbage collections, which stop all threads: 50 ms with half a million objects.
 
-Python runs one when their number has grown by a quarter. The server excludes objects loaded at the start, and collects
+Python runs one when their number has grown by a quarter; the server excludes objects loaded at the start, and collects
 when few others exist, or once a minute.
 """
 
