@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
-CLOSE_SECONDS = 3.0  # for the running step to finish
+CLOSE_SECONDS = 3.0
 FAREWELL_SECONDS = 1.0  # to deliver the last errors
 SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
@@ -75,7 +75,7 @@ def configure_logging() -> None:
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs the lack of a cache folder
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
     # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
@@ -116,7 +116,7 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # no request was accepted
+                return 0
             loading.result()
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
@@ -144,7 +144,6 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports; raise UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc

@@ -114,7 +114,6 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Return `params_of(call)`, in a thread if the request is large."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
@@ -152,7 +151,7 @@ class Serving:
             num_bytes = len(said or "") + len(source.get("prompt") or "")
             entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
+                ids = prompt["prompt_token_ids"]  # may open the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -225,7 +224,7 @@ class Serving:
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return the engine's adapter, read again if evicted from host memory; None for the base model."""
+        """Return the engine's adapter, read again if evicted; None for the base model."""
         if served is None:
             return None
         try:
@@ -282,7 +281,6 @@ class Serving:
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """Return the tokenizer's config, with the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 
@@ -304,7 +302,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Check sizes of parameters before objects of these sizes are built."""
+        """Check sizes before objects of these sizes are built."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size

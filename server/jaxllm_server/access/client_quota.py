@@ -43,7 +43,7 @@ def host_of_peer(peer: str) -> str | None:
 
 
 class Bound:
-    """Counts calls or sequences, with limits in total and per holder."""
+    """Counts calls or sequences against limits in total and per holder."""
 
     def __init__(self, most: float = math.inf, share: float = math.inf) -> None:
         self.most = most
@@ -133,7 +133,7 @@ class CallLimit:
         return bound.counted(peer, 1)
 
 
-_TURNS_AT_ONCE = 4  # per iteration of the event loop: a prompt takes 0.3 ms
+_TURNS_AT_ONCE = 4  # per iteration: a prompt takes 0.3 ms
 
 
 class FairAdmission:
@@ -160,7 +160,7 @@ class FairAdmission:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._withdraw(client, turn)
-            else:  # admitted and cancelled simultaneously
+            else:
                 self._give_back(num_tokens)
             raise
         try:
@@ -202,7 +202,6 @@ class FairAdmission:
         return True
 
     def _withdraw(self, client: str, turn: asyncio.Future[None]) -> None:
-        """Remove a prompt; its client keeps its turn."""
         turns = deque(each for each in self.waiting.get(client, ()) if each[0] is not turn)
         if turns:
             self.waiting[client] = turns

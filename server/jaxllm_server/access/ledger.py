@@ -1,4 +1,4 @@
-"""Accounts for the memory of requests, from the first byte received to the answer's end. Used on one event loop."""
+"""Accounts for requests' memory, from the first byte to the answer's end. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = "prompts"
 OUTPUTS = "outputs"  # log-probabilities of whole answers
 ANSWERS = "answers"  # serialized whole answers
 RESPONSES = "responses"
-_FREE_BYTES = 64 << 10  # per request and account, not counted: small requests are never refused
+_FREE_BYTES = 64 << 10  # per request and account, exempt: small requests are never refused
 _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
@@ -51,7 +51,7 @@ class Ledger:
 
 
 class Entry:
-    """The bytes held by a request until `close`; a context manager."""
+    """The bytes held by a request until `close`."""
 
     def __init__(self, ledger: Ledger, client: str) -> None:
         self._ledger = ledger
@@ -88,7 +88,7 @@ class Entry:
             self.release(account)
 
     def give(self) -> Entry:
-        """Move the held bytes to a new entry, which may outlive this one."""
+        """Move the held bytes to a new entry, which may live longer."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given

@@ -1,4 +1,4 @@
-"""Accepts connections, and survives running out of file descriptors."""
+"""Accepts connections."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:  # client gone, or not TLS
+        except OSError:
             connection.close()
         except Exception:
             connection.close()

@@ -10,12 +10,12 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-BACKLOG = 2048  # connections not yet accepted
+BACKLOG = 2048
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 with IPv6 disabled
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Remove a dead process's socket file; raise UserError for `flag` if a server listens on it."""
+    """Remove a dead process's socket file; raise UserError if a server listens on it."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -170,14 +170,13 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _reminder(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Format a text block as Claude Code does for models without later system messages."""
+    """Format a later system message as Claude Code does for other models."""
     if block["type"] != "text":
         return block
     return {**block, "text": f"<system-reminder>\n{_text(block, 'text', where)}\n</system-reminder>"}
 
 
 def _blocks(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield blocks with their paths for errors; a string is one block."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):

@@ -20,7 +20,7 @@ from jaxllm_server.shared.options import ServerOptions
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
 _SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
-# Of Anthropic's service, such as accounts and explicit caching; some agents always send them.
+# Of Anthropic's service; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "service_tier", "inference_geo", "speed", "billing_policy", "user_profile_id", "workspace_id"),
@@ -68,7 +68,6 @@ class MessagesReply:
         most = fields.get("max_tokens")
         if most is None:
             raise UserError("max_tokens is missing: set the maximum length of the answer.", "max_tokens")
-        # 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
         if is_forced(call["tool_choice"]):
@@ -193,7 +192,7 @@ class MessagesReply:
         return events
 
     def _usage_of(self, usage: TokenUsage) -> dict[str, Any]:
-        """Return the `usage` object; `input_tokens` excludes cached tokens that are reported."""
+        """Return the `usage` object; `input_tokens` excludes reported cached tokens."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:
             fields["output_tokens"] = 0

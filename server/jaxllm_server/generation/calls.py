@@ -41,7 +41,7 @@ class Call:
     prompt: str | Sequence[int] | None = None  # exclusive with messages
     suffix: str | None = None  # after the completion, for fill-in-the-middle
     messages: Sequence[Mapping[str, Any]] | None = None
-    written_ids: Sequence[int] | None = None  # the client's tokenized messages
+    written_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice = None
     takes_one_call: bool = False
@@ -90,7 +90,7 @@ class PromptInfo:
 
     token_ids: Sequence[int]
     num_cached: int
-    logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    logprobs: list[dict[int, Logprob] | None] | None = None
     first_text: str = ""  # the first token's
     first_bytes: bytes | None = None
 

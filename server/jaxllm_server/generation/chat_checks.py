@@ -1,4 +1,4 @@
-"""Limits on conversations: messages, tools, template variables. Pure."""
+"""Limits on conversations. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm_server.shared import strict_json
 
 MOST_MESSAGES = 16_384  # 55 µs of a thread per short message (measured)
 _MOST_VALUES = 131_072  # keys included; 3 to 6 µs of a thread each (measured)
-_MOST_BRACKETS = 1 << 19  # in tool calls' arguments, strings included
+_MOST_BRACKETS = 1 << 19  # strings included
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
@@ -85,7 +85,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
-    """Convert tool calls' arguments to the template's form: objects or JSON text."""
+    """Convert calls' arguments to the template's form: objects or JSON text."""
     left = _MOST_BRACKETS
     read = partial(_read, max_json_depth=max_json_depth)
     all_read = []

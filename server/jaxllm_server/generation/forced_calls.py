@@ -15,7 +15,7 @@ from jaxllm.structured_outputs_params import check_size
 from jaxllm_server.generation.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # determine a value's kind
+_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
 _VALUES = ("enum", "const", "default", "examples")  # contain values, not schemas
 
@@ -51,7 +51,6 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a tool's parameters as an object's schema."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}

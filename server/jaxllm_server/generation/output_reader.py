@@ -1,4 +1,4 @@
-"""Splits outputs into reasoning, content and tool calls, incrementally."""
+"""Splits outputs into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OutputReader:
 
 
 class Splitter:
-    """Splits an output's text into content, reasoning and tool calls."""
+    """Splits text into content, reasoning and tool calls."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Splitter:
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
     def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
-        """Return the content, reasoning and call deltas that are final."""
+        """Return final content, reasoning and call deltas."""
         content, reasoning = text, ""
         is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:

@@ -34,7 +34,7 @@ _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
 )
-LEFT_OUT = 4  # maximum conversation, in contexts: templates may omit parts
+LEFT_OUT = 4  # in contexts: templates may omit parts
 
 
 class Prompts:

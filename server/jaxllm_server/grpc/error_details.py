@@ -21,7 +21,6 @@ ERROR_DOMAIN = "jaxllm"
 MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
 _POOL_REQUESTS = (inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
-# Parameter -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
     **GENERATE_FIELDS,
     **STREAM_FIELDS,

@@ -196,7 +196,7 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # too early to pause
+        else:
             if not self._early:
                 self.pause()
             self._early += data

@@ -1,4 +1,4 @@
-"""Interceptor of gRPC calls: keys, limits, traces, errors."""
+"""Interceptor of gRPC calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
-_FAREWELL_SECONDS = 5.0  # to send a status to a stalled client
+_FAREWELL_SECONDS = 5.0
 # After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
@@ -212,7 +212,6 @@ class Gate(grpc.aio.ServerInterceptor):
             failure_sent = failure_of(failure, asked[0] if asked else None, _request_id(context))
             code = failure_sent.code
             if code == "INTERNAL":
-                # An EngineError needs no traceback.
                 unforeseen = None if isinstance(failure, EngineError) else failure
                 name = _request_id(context) or "without an id"
                 _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
@@ -225,7 +224,7 @@ class Gate(grpc.aio.ServerInterceptor):
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
             except Exception:
                 _log.exception("the observer failed")
-            error = None  # breaks a cycle through its traceback that would keep the message in memory
+            error = None  # breaks a cycle through its traceback that would keep the message
 
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
 
@@ -248,7 +247,7 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
-        # Break the cycle through the traceback, which would keep the message.
+        # Break a cycle that would keep the message.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))

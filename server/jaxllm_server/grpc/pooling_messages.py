@@ -1,4 +1,4 @@
-"""Convert pooling requests to `PoolCall`s, results to responses. Pure."""
+"""Pooling requests and responses. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
         return {"inputs": [request.text]}
     if request.HasField("add_special_tokens"):
         raise UserError("add_special_tokens is of a text only.", "add_special_tokens")
-    return {"inputs": [request.token_ids.ids]}  # not copied: unchecked number
+    return {"inputs": [request.token_ids.ids]}
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:

@@ -52,7 +52,6 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_ALWAYS: True,
     types_pb2.EARLY_STOPPING_NEVER: "never",
 }
-# Constraint of StructuredOutput -> name in StructuredOutputsParams.
 _CONSTRAINTS = {
     "json_schema": "json",
     "json_object": "json_object",

@@ -41,7 +41,7 @@ class Reply:
     asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
-    _sent: dict[int, int] = field(default_factory=dict)  # rows of log-probabilities, by index
+    _sent: dict[int, int] = field(default_factory=dict)  # by index
     _seeded: set[int] = field(default_factory=set)
     _is_begun: bool = False
 
@@ -59,7 +59,7 @@ class Reply:
         return response
 
     def delta(self, chunk: Chunk) -> inference_pb2.StreamGenerateResponse | None:
-        """Return the next stream message, or None without requested data."""
+        """Return the next stream message, or None without data."""
         # Filled in place: nested constructors take twice as long.
         response = inference_pb2.StreamGenerateResponse()
         for part in chunk.outputs:
@@ -175,8 +175,8 @@ def logprobs_of(
 
 def _likeliest(row: Mapping[int, Logprob], top_k: int) -> list[tuple[int, Logprob]]:
     first, *others = row.items()
-    likeliest = [entry for entry in others if entry[1].rank is not None]  # the rest is from `asked`
-    if len(likeliest) == top_k:  # without the sampled token
+    likeliest = [entry for entry in others if entry[1].rank is not None]
+    if len(likeliest) == top_k:
         return likeliest
     return sorted([first, *likeliest], key=lambda entry: -entry[1].logprob)
 

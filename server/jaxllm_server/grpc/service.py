@@ -49,7 +49,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
             return reply.response(chunk)
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Stream new output; send nothing, not even headers, before the first tokens, so that clients can retry."""
+        """Stream new output; send nothing, headers included, before the first tokens: clients can retry."""
         chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
@@ -105,7 +105,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Yield each adapter as a copy of its parent's description."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -121,7 +120,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
-        """Return a request's chunks, not yet started, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, reading.call_of, request_id, stream=stream, max_json_depth=most)
@@ -261,7 +259,6 @@ class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Rename errors' parameters to message fields."""
     try:
         yield
     except UserError as error:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds before the deadline
+_LEAST_REMAINING = 0.001  # seconds
 _MAX_METADATA_CHARS = 256
 
 
@@ -58,7 +58,7 @@ class Servicer:
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
 
     def _client_of(self, context: ServicerContext) -> str:
-        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # already checked by the gate
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:

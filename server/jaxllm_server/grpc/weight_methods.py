@@ -116,7 +116,7 @@ class WeightMethods:
         return self._serving.engine
 
     async def _take_in(self, engine: EngineClient, part: control_pb2.TensorPart) -> str:
-        """Store a part, and replace the weight after its last; return the version in use."""
+        """Store a part; replace the weight after its last; return the version in use."""
         described = _described(part)
         if part.offset == 0:
             self._incoming = None

@@ -83,7 +83,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Report ignored fields in the answer's headers; log each once."""
+        """Report ignored fields in headers; log each once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

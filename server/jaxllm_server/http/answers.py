@@ -97,7 +97,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     """A text request's answer."""
 
     writer: Writer
-    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent
+    prepare: Callable[[], Awaitable[None]] | None = None  # before the first chunk
 
     async def _work(self, scope: Scope, send: Send) -> None:
         await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
@@ -144,7 +144,6 @@ class TextAnswer(Answer[Reply | EventReply]):
             transport.close()
 
     async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
-        """Return a chunk's events; a long prompt's log-probabilities are serialized in a thread."""
         if chunk.prompt is not None and chunk.prompt.logprobs is not None:
             begun[number] = _Begun(_num_prompt_values(chunk))
         own = begun.get(number)
@@ -155,7 +154,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])  # calls differ in their prompts only
+        params = await self.serving.completed(calls[0])  # calls differ in prompts only
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]
@@ -205,7 +204,7 @@ def _pieces(content: bytes) -> list[bytes]:
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return at most how many log-probabilities a chunk has; text counts too."""
+    """Return an upper bound of log-probabilities; text counts in such units."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

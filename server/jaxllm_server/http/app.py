@@ -47,7 +47,7 @@ def make_app(
 
 
 class Front:
-    """The outermost app: request ids, error answers, metrics."""
+    """The outermost app: request ids, errors, metrics."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard
@@ -96,7 +96,7 @@ class Front:
             if status is not None:
                 status = status_of(error)
                 if (transport := transport_of(scope)) is not None:
-                    transport.abort()  # a truncated answer must not look complete
+                    transport.abort()  # must not look complete
             else:
                 await _send_error(sender, error, scope["path"], request_id)
         finally:

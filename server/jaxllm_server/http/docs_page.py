@@ -80,7 +80,6 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """Return an HTML page of an OpenAPI document's paths in `served`."""
     title = escape(description["info"]["title"])
     operations = [
         part

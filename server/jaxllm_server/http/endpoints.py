@@ -1,4 +1,4 @@
-"""The table of HTTP routes; handlers for text and tokens."""
+"""HTTP routes; handlers for text and tokens."""
 
 from __future__ import annotations
 
@@ -201,7 +201,6 @@ class Endpoints:
         return self._page(docs_page.front_page)
 
     def _page(self, write: Callable[..., bytes]) -> Response:
-        """Return a cached page of the paths that apply to the model."""
         try:
             pools = "generate" not in self._serving.tasks
         except UnavailableError:

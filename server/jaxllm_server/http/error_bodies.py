@@ -36,7 +36,7 @@ _UNSERVED: Mapping[str, str] = {
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
 }
-_RETRIED_BY_CLIENTS = (408, 409, 429)  # by OpenAI's, like 5xx
+_RETRIED_BY_CLIENTS = (408, 409, 429)  # by OpenAI's
 
 
 class ClientGone(Exception):
@@ -70,7 +70,6 @@ def body_too_large(max_body_bytes: int) -> Refusal:
 
 
 def nothing_at(path: str) -> Refusal:
-    """Return a 404 that names the missing feature or likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -84,7 +83,6 @@ def nothing_at(path: str) -> Refusal:
 
 
 def is_anthropics(path: str) -> bool:
-    """Return whether a path, with any prefix, is Anthropic's."""
     return _MESSAGES[0] in path
 
 

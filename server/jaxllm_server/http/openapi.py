@@ -1,6 +1,6 @@
 """Build the OpenAPI 3.1 document from routes, bodies' fields and `SamplingParams`' help texts. Pure.
 
-`SHAPES` has the fields' schemas, `Body.shapes` single bodies'; a test checks them.
+`SHAPES` has the fields' schemas, `Body.shapes` single bodies'.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # GET opens a WebSocket
+_SOCKETS = ("/v1/responses",)
 _OTHER_FORMS = ("/v1/messages", "/api/")  # with other errors than OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 # By annotation of `SamplingParams` without "| None".

@@ -102,7 +102,7 @@ class BoundedProtocol(HttpToolsProtocol):
     max_head_bytes: int
     max_body_bytes: int  # without chunk framing, which may be as large
     head_seconds: float | None  # for a head, from its first byte or the connection's start
-    stall_seconds: float | None  # to read pending output
+    stall_seconds: float | None
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
@@ -113,7 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _offers_socket = False
     _socket: WebSocket | None = None
     _is_last = False  # drop further bytes
-    parser: Any  # httptools'; None after disconnect
+    parser: Any  # None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -121,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_late()
-        for timer in (self._stalled, self._aborting):  # timers reference the connection
+        for timer in (self._stalled, self._aborting):
             if timer is not None:
                 timer.cancel()
         self._stalled = self._aborting = None
@@ -147,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._num_body_bytes > self.max_body_bytes and self.cycle.response_complete:
             self.transport.abort()  # the rest stays unread; an app still reading refuses the body
         elif self._num_bytes > 2 * self.max_body_bytes + self.max_head_bytes:
-            self._refuse(body_too_large(self.max_body_bytes))  # an app still reading sees a disconnect
+            self._refuse(body_too_large(self.max_body_bytes))
         elif self._is_in_head and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
 
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_bytes = self._num_body_bytes = 0
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for pending output before closing."""
+        """Wait for the next request, or for output before closing."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()
@@ -238,7 +238,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._socket.close(GOING_AWAY, "the server stops")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close even with unread output."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -254,8 +253,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Handle an offer of another protocol, as Java's client makes, as plain HTTP/1.1.
 
-        The parser would take the body for a request, so the head is parsed again without the offer. The app may accept
-        a WebSocket.
+        The parser would take the body for a request, so the head is parsed again without the offer.
         """
         stopped = sys.exception()
         assert stopped is not None

@@ -86,7 +86,7 @@ class Job:
 
     task: asyncio.Task[None]
     reply: ResponseReply
-    num_bytes: int  # of the body and the earlier conversation
+    num_bytes: int
     kept: asyncio.Future[None]  # done once stored
     writing: asyncio.Future[bytes] | None = None
 
@@ -324,7 +324,7 @@ class ResponseEndpoints:
                 written.set_result(dumps(reply.snapshot()))
                 finish(written)
 
-        task.add_done_callback(end)  # not `finally`: a task cancelled immediately never starts
+        task.add_done_callback(end)  # a task cancelled immediately never starts
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:

@@ -24,7 +24,7 @@ class Body(NamedTuple):
     fields: Collection[str]
     required: tuple[str, ...]
     example: Mapping[str, Any]
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # with accepted values
     streams: bool = False
     shapes: Mapping[str, Schema] = {}  # if different from `SHAPES`
 
@@ -56,9 +56,9 @@ class ApiRoute:
     run: Run
     methods: Sequence[str] = ("POST",)
     bodies: Sequence[Body] = ()  # alternatives
-    media: Sequence[str] = (JSON,)  # of answers, without event streams
+    media: Sequence[str] = (JSON,)
     pools: bool | None = None  # False: for generating models
-    is_offered: bool = True  # shown on the server's pages
+    is_offered: bool = True
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
     invoked: Invoked | None = None

@@ -26,7 +26,6 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept with `Listener` instead of the event loop's servers."""
         await super().startup(sockets=[])
         make = cast(Any, self.config.http_protocol_class)
         loop = asyncio.get_running_loop()

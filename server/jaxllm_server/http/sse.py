@@ -10,7 +10,7 @@ from jaxllm_server.shared.repeated import Continued, Repeated
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-FEW = 256  # list items serialized at once
+FEW = 256
 # ASCII: some clients, such as httpx's iter_lines, also split lines at U+2028 and U+0085.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 

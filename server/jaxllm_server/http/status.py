@@ -1,6 +1,6 @@
 """HTTP routes about the server.
 
-`/health`, `/live` and `/ready` read the engine's state without waiting.
+Probes read the engine's state without waiting.
 """
 
 from __future__ import annotations

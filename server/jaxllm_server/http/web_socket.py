@@ -1,7 +1,4 @@
-"""A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts.
-
-`websockets` parses frames; other limits are here.
-"""
+"""A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 _KEY_BYTES = 16
 _PIECE = 4096  # parsed before frames are counted
-_FRAME = 1 << 20  # bytes per sent frame
+_FRAME = 1 << 20
 # Frames, 15 µs each (measured): burst, per second, per KiB. A message counts until taken.
 _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
 _CLOSE_SECONDS = 5.0
@@ -72,10 +69,10 @@ class WebSocket:
         self._pieces: list[BytesLike] = []
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
-        self._held = ExitStack()  # charges received bytes until taken
+        self._held = ExitStack()
         self._grow = self._held.enter_context(place())
         self._is_coming = False
-        self._is_silent = False  # since the last ping
+        self._is_silent = False
         self._late: asyncio.TimerHandle | None = None
         self._aborting: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""Rate limit for log lines that any client can trigger."""
+"""Rate limit for log lines."""
 
 from __future__ import annotations
 

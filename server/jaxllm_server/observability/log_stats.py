@@ -1,4 +1,4 @@
-"""A log line of throughput and load in vLLM's format."""
+"""Log lines of throughput in vLLM's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Engine(Protocol):
 
 
 class Counts(NamedTuple):
-    """Counters at one time."""
+    """Counters at a time."""
 
     seconds: float
     prompt_tokens: int

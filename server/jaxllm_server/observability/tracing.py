@@ -75,7 +75,6 @@ def request_attributes(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> dict[str, Attribute | None]:
-    """Return attributes by vLLM's names; times in seconds."""
     attributes: dict[str, Attribute | None] = {
         "gen_ai.response.model": model,
         "gen_ai.request.id": request_id,
@@ -108,7 +107,7 @@ class _RecordedSpan(Span):
         self._span = span
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        if not self._span.is_recording():  # ended, or not sampled
+        if not self._span.is_recording():
             return
         if name is not None:
             self._span.update_name(name)

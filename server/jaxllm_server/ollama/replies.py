@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: bodies to calls, chunks to lines of JSON, as in Ollama's docs/api.md. Pure."""
+"""`/api/chat` and `/api/generate`: calls and lines of JSON, as in Ollama's docs/api.md. Pure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Reply:
             )
         ]
         self._head: dict[str, Any] = {}
-        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and argument pieces by call
+        self._tools: dict[int, tuple[str, list[str]]] = {}
         self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:

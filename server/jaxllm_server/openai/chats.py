@@ -30,7 +30,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 class ChatsReply(ChatReply):
-    """Answers several conversations with the same parameters."""
+    """Answers several conversations."""
 
     unbuilt = _UNBUILT
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: requests to one call per prompt, chunks to choices. Pure."""
+"""`/v1/completions`: a call per prompt. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ class CompletionReply:
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
-        # The tokenizer's errors for `echo` concern "tokens".
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
         # Alone, logprob_token_ids reports listed and sampled tokens.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
@@ -269,7 +268,6 @@ def _without_output(chunk: Chunk) -> Chunk:
 
 
 def _says_something(part: Part, form: Form) -> bool:
-    """Return whether a choice has content, not held back."""
     return bool(
         not form.stream
         or part.text

@@ -116,4 +116,4 @@ def _message_in(message: Any, name: str) -> Mapping[str, Any]:
 def _tools(tools: Any) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
-    return tools or None  # some clients send an empty list
+    return tools or None

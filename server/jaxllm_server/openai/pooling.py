@@ -1,7 +1,4 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure.
-
-OpenAI's, vLLM's, and Jina's and Cohere's.
-"""
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
 _UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
 _UNBUILT_OF_PAIRS = {
     **_UNBUILT,
-    "truncation_side": ("right",),  # a pair's second text is truncated at its end
+    "truncation_side": ("right",),  # cuts a pair's second text at its end
     "max_tokens_per_query": (0,),
     "max_tokens_per_doc": (0,),
     "max_chunks_per_doc": (),
@@ -75,7 +72,6 @@ class PoolReply(ABC):
         return given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Yield each item's JSON; results are in input order."""
         return (self._item(result, labels) for result in results)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
@@ -222,7 +218,7 @@ class RerankReply(PoolReply):
 
 
 def _texts(fields: Body, name: str, most: int) -> list[str]:
-    """Accept a text or a list of up to `most`; each may also be {"text": …}."""
+    """Accept a text or up to `most`; each may be {"text": …}."""
     value = fields.get(name)
     texts: list[Any] = value if isinstance(value, list) else [value]
     if len(texts) > most:

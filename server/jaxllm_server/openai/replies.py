@@ -51,7 +51,6 @@ def usage_fields(usages: Iterable[TokenUsage], form: Form) -> dict[str, Any]:
 
 
 def transfer_fields(chunk: Chunk) -> dict[str, Any]:
-    """Return the place of the prompt's KV blocks, if the answer has it."""
     params = chunk.kv_transfer_params
     return {} if params is None else {"kv_transfer_params": dict(params)}
 

@@ -1,4 +1,4 @@
-"""vLLM's `/tokenize` and `/detokenize`: requests to calls, token ids to responses. Pure."""
+"""vLLM's `/tokenize` and `/detokenize`. Pure."""
 
 from __future__ import annotations
 

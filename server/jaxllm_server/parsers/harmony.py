@@ -221,7 +221,7 @@ class HarmonyParser(ToolParser):
         super().__init__(make_id, tools)
         self._messages = _Messages()
         self._text = _Content()
-        self._has_begun = False  # part of the call was emitted
+        self._has_begun = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         self._take(self._messages.push(text))
@@ -248,7 +248,7 @@ class HarmonyParser(ToolParser):
 
 
 class AnalysisTokens:
-    """Counts reasoning tokens by the special tokens around them."""
+    """Counts reasoning tokens by special tokens."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         self._channel, self._message = token_id(_CHANNEL), token_id(_MESSAGE)
@@ -258,7 +258,6 @@ class AnalysisTokens:
         self._is_analysis = self._is_text = False
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count text tokens on channel `analysis`."""
         number = 0
         for token in ids:
             if token == self._channel or token in self._ends:

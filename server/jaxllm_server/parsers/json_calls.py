@@ -24,7 +24,6 @@ class ObjectCalls(ToolParser):
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
-        """Read on in an object; emit the call once certain."""
         was_call = call.is_call
         end = call.read(text, start)
         if not call.is_call:

@@ -86,7 +86,6 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def is_text(types: Sequence[str]) -> bool:
-    """Return whether values are strings, which are streamed."""
     return tuple(types) == ("string",)
 
 

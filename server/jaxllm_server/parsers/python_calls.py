@@ -61,7 +61,6 @@ class PythonicParser(ToolParser):
         return self._read_word(text, start, "=)")
 
     def _read_word(self, text: str, start: int, ends: str) -> int:
-        """Read a word with surrounding space, and the next character."""
         end = start
         while end < len(text) and (text[end] in _NAME or text[end] in " \n\t\r"):
             end += 1

@@ -34,7 +34,7 @@ class _Phase(Enum):
     """The expected token outside strings and scalars."""
 
     VALUE = auto()
-    FIRST = auto()  # a value, a key, or the end
+    FIRST = auto()
     COLON = auto()
     NEXT = auto()
 
@@ -70,7 +70,6 @@ class PythonLiteral:
         return taken
 
     def unread(self) -> str:
-        """Return text that has produced no JSON yet."""
         return self._string.unread if self._string is not None else "".join([self._comma, *(self._scalar or ())])
 
     def _read_mark(self, character: str, position: int) -> int:

@@ -77,7 +77,7 @@ class TaggedReasoning:
         return prompt.rstrip().endswith(self.ends)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return whether reasoning may precede the answer, which delays a constraint."""
+        """Return whether reasoning may precede the answer, to delay a constraint."""
         if self.closes(prompt):
             return False
         if self.opens(prompt) or self.habit is ReasoningMode.ALWAYS:
@@ -115,7 +115,7 @@ class HarmonyChannels:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: even without reasoning, a header precedes the answer."""
+        """Return True: a header always precedes the answer."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:
@@ -171,7 +171,6 @@ class TagParser:
         return (held, "") if self.is_reasoning else ("", held)
 
     def _open(self, text: str) -> str:
-        """Find a start tag, set the next state, return its text."""
         if not self._held:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning, by vLLM's names, detected from chat templates."""
+"""Formats of tool calls and reasoning, by vLLM's names."""
 
 from __future__ import annotations
 

@@ -147,7 +147,6 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _read_value_end(self, text: str, start: int) -> int:
-        """Decide whether an end tag ended the value."""
         again = self.tags.value_end
         end, marker = self._match_after_space(text, start, (*self._after_value, again))
         if marker == again:

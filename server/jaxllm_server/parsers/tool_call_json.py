@@ -55,7 +55,7 @@ class CallObject:
         self.name: str | None = None
         self.is_call = False  # final once True
         self.is_over = False
-        self.is_broken = False  # before its closing brace
+        self.is_broken = False
         self.is_foreign = False
         self._needs_arguments = needs_arguments
         self._phase = _Phase.OPENING
@@ -63,7 +63,7 @@ class CallObject:
         self._role = _Role.OTHER
         self._key: str | None = None
         self._text: list[str] = []
-        self._arguments: list[str] | None = None  # not yet returned by `take_arguments`
+        self._arguments: list[str] | None = None
 
     def read(self, text: str, start: int) -> int:
         """Read text from `start` on; return the index after it."""

@@ -33,10 +33,7 @@ class ToolCallDelta:
 
 
 class ToolParser(MarkerReader, ABC):
-    """Splits an output into content and calls, independently of its chunks.
-
-    `make_id` generates missing ids.
-    """
+    """Splits an output into content and calls, independently of its chunks."""
 
     markers: tuple[str, ...] = ()  # special tokens that detokenization must keep
 
@@ -48,7 +45,7 @@ class ToolParser(MarkerReader, ABC):
         self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._held: list[str] = []  # before `_partial`, perhaps of a call
-        self._name = ""  # so far, also in `_held`
+        self._name = ""
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         """Return final content and call deltas."""

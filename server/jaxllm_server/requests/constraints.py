@@ -1,4 +1,4 @@
-"""Reads constraints on the output, checking shapes only. Pure."""
+"""Reads constraints, checking shapes only. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client's options for an answer, and the protocol of text routes' replies. Pure."""
+"""The client's options for an answer, and protocols of replies. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Form:
     """Options for an answer's form and content."""
 
     stream: bool
-    include_usage: bool  # at a stream's end
-    continuous_usage: bool  # in each event
+    include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     tokens_as_ids: bool
     num_logprobs: int | None  # alternatives per token; -1: the vocabulary
@@ -38,7 +38,7 @@ class CallsReply(Protocol):
 
 
 class Reply(CallsReply, Protocol):
-    """A request's calls and the conversion of their chunks; its only state is the output's progress."""
+    """A request's calls and the conversion of their chunks; keeps only the output's progress."""
 
     calls: Sequence[Call]
     form: Form
@@ -56,11 +56,11 @@ class Reply(CallsReply, Protocol):
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the events of call `number`'s chunk, without their header."""
+        """Return the events of call `number`'s chunk."""
         ...
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage, if requested, without its header."""
+        """Return the usage, if requested."""
         ...
 
 

@@ -1,7 +1,4 @@
-"""Fields shared by several routes: OpenAI's, and extensions with vLLM's names and defaults. Pure.
-
-Checks shapes only.
-"""
+"""Fields shared by several routes, with vLLM's names and defaults; checks shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "session_id": ("",),
 }
 TRUNCATION_SIDES = ("left", "right")
-# Of `use_beam_search`, with defaults, which are always accepted.
+# Of `use_beam_search`; defaults are always accepted.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
     SAMPLING
@@ -71,7 +68,6 @@ def given(
 
 
 def sampling_of(fields: Body) -> dict[str, Any]:
-    """Return parameters, not yet validated."""
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
@@ -84,7 +80,6 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return a beam search's fields, None without `use_beam_search`."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked

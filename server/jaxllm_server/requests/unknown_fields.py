@@ -56,7 +56,7 @@ FOREIGN = frozenset(
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
 )
-# Fields that determine the content -> this server's equivalent.
+# Fields that determine the content -> this server's.
 MEANINGFUL: Mapping[str, str] = {
     # Form of the output
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),

@@ -1,4 +1,4 @@
-"""`/v1/responses/compact`: returns user messages and a summary by the model. Pure.
+"""`/v1/responses/compact`: returns user messages and a summary. Pure.
 
 Unlike OpenAI's, the summary is in base64, not encrypted: any server can continue from it.
 """

@@ -249,7 +249,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """Return parts as a chat message's content; a single part becomes a string, for all templates."""
+    """Return a chat message's content; a single part becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
     texts = [part["text"] for part in parts]

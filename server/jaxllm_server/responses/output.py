@@ -57,7 +57,6 @@ class Output:
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the items; the last may be partial."""
         return [item.written() for item in self._items]
 
     def add(
@@ -169,7 +168,6 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Return the log-probabilities of the tokens that form `text`."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

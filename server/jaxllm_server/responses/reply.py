@@ -168,7 +168,6 @@ class ResponseReply:
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """Return a chunk's events; the first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -281,7 +280,6 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Return the prompt's `Call` fields; `instructions` apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:

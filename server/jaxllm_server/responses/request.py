@@ -1,4 +1,4 @@
-"""Converts fields of `/v1/responses` other than input to chats', which validate them. Pure."""
+"""Converts fields of `/v1/responses` to chats', which validate them. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def check_names(body: Body) -> None:
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Convert a WebSocket message to a streaming POST's body."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
@@ -89,7 +88,6 @@ def metadata_of(fields: Body) -> dict[str, str]:
 
 
 def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
-    """Return the functions, in this API's flat form."""
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")

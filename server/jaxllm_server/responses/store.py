@@ -1,4 +1,4 @@
-"""In-memory store of responses, bounded in bytes, private to each client. Pure: no clock, no threads.
+"""In-memory store of responses, bounded in bytes, private to each client. Pure.
 
 Without space, the client with the most bytes loses its least recently used response, so it cannot evict others'.
 """
@@ -32,7 +32,7 @@ class StoredResponse:
 
 
 class LostError(LookupError):
-    """A response was never stored, deleted or evicted."""
+    """A response is not stored, or no longer."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -127,7 +127,6 @@ class ConnectionResponses:
         self._forget(self._names - chain.keys())
 
     def forget_used(self) -> None:
-        """Delete the response that a failed request was to continue."""
         if self.used is not None:
             self._forget({self.used})
 
@@ -149,7 +148,6 @@ def _items_of(stored: StoredResponse) -> list[Item]:
 
 
 def ordered(chain: Sequence[StoredResponse], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
-    """Yield items in order, parsing one response at a time."""
     if is_ascending:
         for stored in chain:
             yield from _items_of(stored)

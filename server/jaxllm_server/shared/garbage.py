@@ -21,7 +21,6 @@ def keep_loaded_objects() -> None:
 
 
 async def collect() -> None:
-    """Replace Python's schedule of full collections, until cancelled."""
     youngest, young, oldest = gc.get_threshold()
     gc.set_threshold(youngest, young, _NEVER)
     put_off = 0

@@ -114,7 +114,7 @@ class ServerOptions:
     )
     root_path: str = setting("", "path prefix that a proxy in front of the server strips", "PREFIX")
 
-    # Fleet: replicas on other machines, included in `data_parallel_size`.
+    # Replicas on other machines, in `data_parallel_size`.
     data_parallel_size_local: int | None = setting(None, "replicas on this machine (default: all)")
     data_parallel_address: str | None = setting(
         None,
@@ -130,7 +130,7 @@ class ServerOptions:
         None, "CA certificates with which a --headless replica verifies the server; enables TLS", "FILE"
     )
 
-    # Hosts: processes that share one model.
+    # Hosts that share one model.
     num_hosts: int = setting(1, "hosts that share the model, each with a process")
     host_rank: int = setting(0, "number of this host, from 0; host 0 serves, the others need --headless")
     coordinator: str | None = setting(
@@ -271,7 +271,7 @@ class ServerOptions:
 
     @property
     def most_sequences(self) -> int:
-        """The maximum of n times prompts in a call."""
+        """The maximum of n times prompts."""
         return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
 
     @property
