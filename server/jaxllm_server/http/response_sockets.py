@@ -129,7 +129,7 @@ class _Turn:
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Return the message as a request's body, then wait for a disconnect."""
+        """Return the message as a body; later calls wait for a disconnect."""
         if self._message is not None:
             body, self._message = self._message, None
             self._socket.release()
