@@ -1,1 +1,1 @@
-"""The front ends of jaxllm: gRPC and OpenAI-compatible HTTP on one asynchronous engine, in one process."""
+"""jaxllm's front ends: gRPC and OpenAI-compatible HTTP on one asynchronous engine."""

@@ -1,7 +1,7 @@
-"""LoRA adapters of a server by name: loaded at startup or by an administrator, used by requests, unloaded.
+"""LoRA adapters of a server by name.
 
-Clients select an adapter by its name as the model. Each load gets a new `LoRARequest` number, so that the engine
-distinguishes a reloaded adapter. The engine drops an adapter after its last request. Runs on the event loop.
+Clients select an adapter as the model. Each load gets a new `LoRARequest` number, which distinguishes a reloaded
+adapter. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxllm.lora_request import LoRARequest
 from jaxllm_server.shared.options import ServerOptions
 
 _log = logging.getLogger("jaxllm.server")
-_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # no commas, which separate names in a metric
+_NAME = re.compile(r"[A-Za-z0-9._/:@+-]+")  # commas separate names in a metric
 _OFF = "LoRA is not enabled: this server was started without --enable-lora."
 _MODULE_KEYS = frozenset({"name", "path", "base_model_name"})  # vLLM's; base_model_name is ignored
 
 
 @dataclass(eq=False)
 class Served:
-    """An adapter with its name and request counts."""
+    """An adapter with its request counts."""
 
     request: LoRARequest
     source: str
@@ -44,7 +44,7 @@ class Served:
 
 
 class ServedAdapters:
-    """The adapters of one server, by name."""
+    """A server's adapters by name."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions, model_names: Sequence[str]) -> None:
         self.num_finished_others = 0
@@ -78,12 +78,12 @@ class ServedAdapters:
         return served
 
     def known(self, served: Served) -> Known | None:
-        """Return the engine's record of an adapter, which outlasts its weights; None before the first read."""
+        """Return the engine's record of an adapter, if read; it outlasts the weights."""
         return self._engine.known_adapter(served.request)
 
     @contextmanager
     def using(self, served: Served | None) -> Iterator[None]:
-        """Keep an adapter in the engine within the context, even if it is unloaded."""
+        """Keep an adapter in the engine within the context, even if unloaded."""
         if served is None:
             yield
             return
@@ -102,9 +102,9 @@ class ServedAdapters:
             current.num_finished += 1
 
     async def load(self, name: str, path: str, *, in_place: bool = False, client: str | None = None) -> None:
-        """Load an adapter from a folder below `--lora-root`; `in_place` allows replacing one of the same name.
+        """Load an adapter from a folder below `--lora-root`; `in_place` may replace one of the same name.
 
-        Completes even if the caller is cancelled; otherwise the engine could hold an adapter without a name.
+        Completes even if the caller is cancelled; else the engine could hold an adapter without a name.
         """
         self._check_enabled()
         if self._root is None:
@@ -145,7 +145,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # no folder name to hide if the root is "/"
+                if root != root.parent:  # "/" hides no folder name
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -202,13 +202,13 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder; raise UserError if it is outside `root` or contains symlinks to the outside."""
+    """Return an adapter's folder; raise UserError if it, or a symlink in it, leads outside `root`."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # invalid path or symlink loop
+    except (OSError, ValueError, RuntimeError):
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

@@ -1,8 +1,7 @@
-"""`jaxllm serve`: run the gRPC and HTTP front ends and the engine on one event loop.
+"""`jaxllm serve`: run the front ends and the engine on one event loop.
 
-Ports open before the model is loaded, so that probes get "not ready" from the first second.
-
-Exit codes: 0 after a signal and a drain, 1 if the engine failed to start or died. A second signal exits at once.
+Ports open before the model is loaded, for probes. Exit codes: 0 after a signal and a drain, 1 if the engine failed to
+start or died. A second signal exits at once.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
-CLOSE_SECONDS = 3.0  # to finish the running step at shutdown
-FAREWELL_SECONDS = 1.0  # to deliver the last errors to clients at shutdown
+CLOSE_SECONDS = 3.0
+FAREWELL_SECONDS = 1.0  # to deliver the last errors
 SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
@@ -54,7 +53,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # not ImportError of a broken package
+    except ModuleNotFoundError as error:  # not a broken package's ImportError
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -62,7 +61,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Run a server until it is stopped; return the exit code."""
+    """Run a server until it stops; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
@@ -76,9 +75,9 @@ def configure_logging() -> None:
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
-    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # logs the lack of a cache folder
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
-    # Hide invalid UTF-8 in metadata, which gRPC logs with a traceback and which may be a key.
+    # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
@@ -117,7 +116,7 @@ class Server:
             await asyncio.wait([loading, *ends], return_when=asyncio.FIRST_COMPLETED)
             self._check_http()
             if not loading.done():
-                return 0  # no request was accepted yet
+                return 0
             loading.result()
             self.serving.forms.choose()
             garbage.keep_loaded_objects()
@@ -145,7 +144,6 @@ class Server:
                 task.cancel()
 
     async def open(self) -> None:
-        """Open the ports. Raises UserError."""
         options = self.options
         if options.grpc_port is not None or options.grpc_uds is not None:
             from jaxllm_server.grpc.server import start_grpc
@@ -171,7 +169,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # includes ssl.SSLError
+        except (OSError, ValueError) as error:  # or ssl.SSLError
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
@@ -285,7 +283,7 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
 
 
 def new_host(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Callable[[], int]:
-    """Return a function that runs a host of a group and returns its exit code; raise UserError for invalid options."""
+    """Return a function that runs a host of a group and returns its exit code."""
     if not options.headless:
         return partial(serve, new_server(config, options, progress))
     from jaxllm.hosts import agreement

@@ -1,7 +1,4 @@
-"""Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s.
-
-Owns the limits of a request and the served model names.
-"""
+"""Serve the calls of all protocols: check, complete the defaults, generate, and yield `Chunk`s."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from jaxllm_server.shared.options import ServerOptions, template_kwargs
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
-_TOKEN_BYTES = 56  # bytes per prompt token: an integer in a list, a tuple and the engine's arrays
+_TOKEN_BYTES = 56  # per prompt token: in a list, a tuple and the engine's arrays
 
 
 class Serving:
@@ -65,7 +62,7 @@ class Serving:
         self._prompts = Prompts(engine, options, *written, self.off_loop)
 
     def check_model(self, name: str, adapter: str = "") -> str:
-        """Return the adapter's name, or the first served name, as in vLLM. Raises NotFoundError."""
+        """Return the adapter's name, or the first served name, as in vLLM; raise NotFoundError."""
         served = self._served(name, adapter)
         return self.names[0] if served is None else served.name
 
@@ -79,9 +76,9 @@ class Serving:
         return self.adapters.find(adapter) if adapter else None
 
     def check_room(self, client: str, pools: bool | None = None) -> None:
-        """Raise if the client has no quota left or the queue is full; called before the body is read.
+        """Raise if the client has no quota left or the queue is full, before the body is read.
 
-        `pools`: whether the request is for pooling; None if unknown.
+        `pools`: the request is for pooling; None if unknown.
         """
         self.shares.check(client)
         self.engine.check_room()
@@ -91,7 +88,7 @@ class Serving:
     def check_calls(self, calls: Sequence[Call], params: SamplingParams) -> None:
         """Raise unless quota and queue have room for all calls of a request, which differ in their prompts only.
 
-        Called before the first is generated: if a later call fails, the work of the others is lost.
+        Called before the first is generated: a later failure would waste its work.
         """
         beams = beam_calls.beams_of(calls[0], params, self.engine.model.max_model_len)
         num_samples = len(calls) * (params.n if beams is None else beams.beam_width)
@@ -117,7 +114,6 @@ class Serving:
             return replace(self.engine.model.default_params, **given, output_kind=kind)
 
     async def completed(self, call: Call) -> SamplingParams:
-        """Return `params_of(call)`, in a thread if the request is large."""
         return await self._large(call, self.params_of, call)
 
     async def generate(self, call: Call, params: SamplingParams | None = None) -> AsyncGenerator[Chunk]:
@@ -155,7 +151,7 @@ class Serving:
             num_bytes = len(said or "") + len(source.get("prompt") or "")
             entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # shows whether the prompt opens the reasoning
+                ids = prompt["prompt_token_ids"]  # may open the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -199,7 +195,7 @@ class Serving:
                         yield chunk
 
     def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
-        """Yield the effective priority. With several API keys, each client's urgent requests are limited."""
+        """Yield the effective priority; with several API keys, urgent requests are limited."""
         if call.priority >= 0 or not self._has_tenants:
             return nullcontext(call.priority)
         num_slots = self.engine.get_load().max_running
@@ -211,7 +207,7 @@ class Serving:
             yield call.entry
             return
         with self.ledger.entry(call.client) as entry:
-            entry.charge(REQUESTS, 2 * call.num_bytes)  # the message and the call
+            entry.charge(REQUESTS, 2 * call.num_bytes)
             yield entry
 
     @property
@@ -221,21 +217,20 @@ class Serving:
     async def prompt_of(
         self, call: Call, params: SamplingParams | None = None, model: ModelInfo | None = None
     ) -> dict[str, Any]:
-        """Return the engine's prompt: token ids, text if known, and cache salt.
+        """Return the engine's prompt: token ids, text if known, cache salt.
 
-        Raises UserError if it exceeds the context and `params` do not truncate it. `model` is that of the call's
-        adapter.
+        Raises UserError if it exceeds the context and `params` do not truncate it. `model` is the adapter's.
         """
         return {**await self._prompts.prompt_of(call, params, model), **self.salt_of(call.client, call.cache_salt)}
 
     async def _adapter(self, served: Served | None, client: str) -> Adapter | None:
-        """Return the engine's adapter, read again if it was evicted from host memory; None for the base model."""
+        """Return the engine's adapter, read again if evicted; None for the base model."""
         if served is None:
             return None
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # its path is hidden from the client
+        except UserError as error:  # hides its path
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 
@@ -261,13 +256,14 @@ class Serving:
             raise late(self.options.request_timeout) from error
 
     def owner_of(self, client: str) -> str:
-        """The scope of unique request ids: the client if keys distinguish clients, else ""."""
+        """Return the scope of unique request ids: the client if keys distinguish clients, else ""."""
         return client if self._has_tenants else ""
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]:
-        """Return the salt of the prefix cache. With several API keys it begins with the client's name.
+        """Return the prefix cache's salt.
 
-        A caller cannot produce another client's salt, since a caller's salt has no colon.
+        With several API keys it begins with the client's name; a caller's salt has no colon, so it cannot equal another
+        client's.
         """
         if self._has_tenants and not self.options.share_prefix_cache:
             return {"cache_salt": f"{client}:{given or ''}"}
@@ -285,7 +281,6 @@ class Serving:
         return (await self._model_of(name, client)).tokenizer
 
     async def tokenizer_info(self, client: str = "") -> dict[str, Any]:
-        """Return the tokenizer's config, with the chat template in use."""
         config = (await self.tokenizer_of("", client)).config()
         return config if self._template is None else config | {"chat_template": self._template}
 
@@ -299,7 +294,7 @@ class Serving:
         return await self.engine.off_loop(tokenizer.decode, ids, False, client=client, language=tokenizer.confined)
 
     async def echo(self, prompt: str | Sequence[int], client: str, model: str) -> str:
-        """Return the text of a prompt for `echo`; empty without a tokenizer."""
+        """Return a prompt's text for `echo`; empty without a tokenizer."""
         if isinstance(prompt, str):
             return prompt
         if isinstance(await self.tokenizer_of(model, client), NoTokenizer):
@@ -307,7 +302,7 @@ class Serving:
         return await self.detokenize(prompt, client, model)
 
     def _check_bounds(self, given: Mapping[str, Any]) -> None:
-        """Check the sizes of parameters before objects of these sizes are built."""
+        """Check sizes before objects of these sizes are built."""
         options = self.options
         n, stops, ids = given.get("n"), given.get("stop"), given.get("stop_token_ids")
         allowed, vocab_size = given.get("allowed_token_ids"), self.engine.model.vocab_size

@@ -1,1 +1,1 @@
-"""Listening sockets, API keys, and limits per client."""
+"""Listening sockets, API keys, limits per client."""

@@ -1,8 +1,7 @@
 """API keys, for both protocols.
 
-Without keys all calls are open. Calls that show or affect all clients' work (gRPC's control service; HTTP /load,
-/metrics, and loading adapters) require an admin key if any, or several API keys, are configured. An admin key is also
-an API key.
+Without keys all calls are open. Calls that concern all clients' work (gRPC's control service; HTTP /load, /metrics,
+loading adapters) need an admin key if any, or several API keys, are configured. Admin keys are also API keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _ADMIN = "admin-"
 
 
 class Keys:
-    """A server's keys, stored as digests."""
+    """A server's keys, as digests."""
 
     def __init__(self, api_keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
         self._has_api = bool(api_keys)
@@ -26,9 +25,9 @@ class Keys:
         self._known += [(f"{_ADMIN}{number}", _digest(key)) for number, key in enumerate(admin_keys)]
 
     def check(self, header: str | None, admin: bool = False) -> str | None:
-        """Check an Authorization header, if any; return the key's name ("key-0") if one is needed.
+        """Check an Authorization header; return the key's name ("key-0") if one is needed.
 
-        Raises AuthError for a missing or unknown key, AdminRequiredError for one without admin rights.
+        Raises AuthError for a missing or unknown key, AdminRequiredError without admin rights.
         """
         if not self._has_api and not (admin and self._has_admins):
             return None
@@ -36,7 +35,7 @@ class Keys:
             raise AuthError("This server needs an API key: send the header 'Authorization: Bearer KEY'.", True)
         scheme, _, key = header.partition(" ")
         digest = _digest(key.strip(" "))
-        # All keys are compared, by digests of equal length, so timing reveals nothing (vLLM CVE-2025-59425).
+        # All digests are compared, so timing reveals nothing (vLLM CVE-2025-59425).
         names = [name for name, known in self._known if hmac.compare_digest(digest, known)]
         if scheme.lower() != "bearer" or not names:
             raise AuthError("Unknown API key.", False)
@@ -52,5 +51,5 @@ def only_header(values: Sequence[str]) -> str | None:
 
 
 def _digest(key: str) -> bytes:
-    # Surrogates from headers that are not UTF-8 must not raise; no real key contains them.
+    # Surrogates from invalid UTF-8 must not raise.
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

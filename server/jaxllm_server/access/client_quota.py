@@ -1,4 +1,4 @@
-"""Limits on concurrent calls and sequences, per client (API key, or address without keys) and connection."""
+"""Limits on concurrent calls and sequences, per client and connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxllm.errors import OverloadedError
 def client_of(key: str | None, host: str | None) -> str:
     """Return the key's name, else the address, else "", as on a Unix socket.
 
-    This machine is one client, and so is each IPv6 /64 network, from which a host may choose any address.
+    This machine is one client, and so is each IPv6 /64 network, whose addresses a host may choose.
     """
     if key is not None or not host:
         return key or ""
@@ -32,7 +32,7 @@ def client_of(key: str | None, host: str | None) -> str:
 
 
 def peer_of(context_peer: str) -> str:
-    """Return the last path component of gRPC's peer name: the client's address."""
+    """Return the client's address: gRPC's peer name, with the filter its last path component."""
     return unquote(context_peer).rpartition("/")[2]
 
 
@@ -43,7 +43,7 @@ def host_of_peer(peer: str) -> str | None:
 
 
 class Bound:
-    """Counts calls or sequences, with limits in total and per holder."""
+    """Counts calls or sequences against limits in total and per holder."""
 
     def __init__(self, most: float = math.inf, share: float = math.inf) -> None:
         self.most = most
@@ -58,7 +58,7 @@ class Bound:
         self.total += count
         self.held[holder] += count
         if not self.held[holder]:
-            del self.held[holder]  # otherwise every past client would use memory
+            del self.held[holder]  # frees a past client's memory
 
     @contextmanager
     def counted(self, holder: str, count: int) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Bound:
 
 
 class Shares:
-    """Limits the concurrent sequences of each client, over both front ends."""
+    """Limits each client's concurrent sequences."""
 
     def __init__(self, most: int | None) -> None:
         self.bound = Bound(share=math.inf if most is None else most)
@@ -90,7 +90,7 @@ class Shares:
 
 
 class UrgentShares:
-    """Limits each client's sequences with a priority below 0."""
+    """Limits each client's sequences of priority below 0."""
 
     def __init__(self) -> None:
         self.bound = Bound()
@@ -119,13 +119,13 @@ class CallLimit:
         self.bound = Bound(most, share)
 
     def place(self, peer: str = "") -> AbstractContextManager[None]:
-        """Count a call within the context; raises OverloadedError if a limit is reached."""
+        """Count a call within the context; raise OverloadedError at a limit."""
         bound = self.bound
         if bound.total >= bound.most:
             raise OverloadedError(
                 f"The server is already handling {bound.most} {self._name}; retry later.", retry_after=1.0
             )
-        is_shared = peer == "unix:"  # without the filter, all Unix socket clients share this name
+        is_shared = peer == "unix:"  # all Unix socket clients, without the filter
         if bound.held[peer] >= bound.share and not is_shared:
             raise OverloadedError(
                 f"This connection already has {bound.share} {self._name}; retry later.", retry_after=1.0
@@ -133,7 +133,7 @@ class CallLimit:
         return bound.counted(peer, 1)
 
 
-_TURNS_AT_ONCE = 4  # per event loop iteration: a prompt takes 0.3 ms, and other requests run in between
+_TURNS_AT_ONCE = 4  # per iteration: a prompt takes 0.3 ms
 
 
 class FairAdmission:
@@ -149,7 +149,7 @@ class FairAdmission:
     async def place(self, client: str, num_tokens: int, most: int, most_tokens: int) -> AsyncIterator[None]:
         """Hold a place within the context.
 
-        At most `most` prompts with together `most_tokens` are admitted; a larger prompt is admitted alone.
+        At most `most` prompts with together `most_tokens` are admitted; a larger one is admitted alone.
         """
         self._most, self._most_tokens = most, most_tokens
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,7 +160,7 @@ class FairAdmission:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._withdraw(client, turn)
-            else:  # admitted and cancelled simultaneously
+            else:
                 self._give_back(num_tokens)
             raise
         try:
@@ -185,7 +185,7 @@ class FairAdmission:
             return False
         client, turns = next(iter(self.waiting.items()))
         turn, num_tokens = turns[0]
-        if turn.done():  # cancelled, but `_withdraw` has not run yet
+        if turn.done():  # cancelled, before `_withdraw`
             turns.popleft()
             if not turns:
                 del self.waiting[client]
@@ -202,7 +202,6 @@ class FairAdmission:
         return True
 
     def _withdraw(self, client: str, turn: asyncio.Future[None]) -> None:
-        """Remove a prompt; its client keeps its turn."""
         turns = deque(each for each in self.waiting.get(client, ()) if each[0] is not turn)
         if turns:
             self.waiting[client] = turns

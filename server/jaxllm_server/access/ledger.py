@@ -1,7 +1,4 @@
-"""Accounts for the memory of requests, from the first byte received to the end of the answer.
-
-Bodies and parsed requests are limited, in total and per client. Used on one event loop.
-"""
+"""Accounts for requests' memory, from the first byte to the answer's end. Used on one event loop."""
 
 from __future__ import annotations
 
@@ -14,25 +11,25 @@ from jaxllm.errors import OverloadedError
 from jaxllm_server.access.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
-BODIES = "bodies"  # bodies being received or parsed
+BODIES = "bodies"  # being received or parsed
 REQUESTS = "requests"
-PROMPTS = "prompts"  # texts and token ids
-OUTPUTS = "outputs"  # log-probabilities of complete answers
-ANSWERS = "answers"  # serialized complete answers
+PROMPTS = "prompts"
+OUTPUTS = "outputs"  # log-probabilities of whole answers
+ANSWERS = "answers"  # serialized whole answers
 RESPONSES = "responses"
-_FREE_BYTES = 64 << 10  # per request and account, exempt from limits: small requests are never refused
+_FREE_BYTES = 64 << 10  # per request and account, exempt: small requests are never refused
 _REFUSALS = {
     BODIES: "The server is receiving too many large bodies.",
     REQUESTS: "The server is answering too many large requests.",
 }
-_LEAST_BYTES = 24 << 10  # per request: tasks, call, engine state (measured)
+_LEAST_BYTES = 24 << 10  # per request (measured)
 _NUMBER_BYTES = 32  # an integer above 256, or a float
-_MANY_NUMBERS = 1024  # list length from which sizes are sampled
+_MANY_NUMBERS = 1024  # from this list length on, sizes are sampled
 _LOOKED_AT = 256
 
 
 class Ledger:
-    """The accounts of a server."""
+    """A server's accounts."""
 
     def __init__(self, options: ServerOptions) -> None:
         most = {BODIES: options.most_receiving_bytes, REQUESTS: options.most_request_bytes}
@@ -54,7 +51,7 @@ class Ledger:
 
 
 class Entry:
-    """The bytes held by a request until `close`; a context manager."""
+    """The bytes held by a request until `close`."""
 
     def __init__(self, ledger: Ledger, client: str) -> None:
         self._ledger = ledger
@@ -68,7 +65,7 @@ class Entry:
         self.close()
 
     def charge(self, account: str, num_bytes: int) -> None:
-        """Raise OverloadedError, and charge nothing, if the bytes exceed the account's limit."""
+        """Charge bytes; raise OverloadedError, charging nothing, at the limit."""
         bound = self._ledger.bounds.get(account)
         if bound is not None:
             before = self._held[account]
@@ -91,14 +88,14 @@ class Entry:
             self.release(account)
 
     def give(self) -> Entry:
-        """Move the held bytes to a new entry, which may outlive this one."""
+        """Move the held bytes to a new entry, which may live longer."""
         given = Entry(self._ledger, self._client)
         given._held, self._held = self._held, Counter()
         return given
 
 
 def size_of(document: Any) -> int:
-    """Return the size in bytes; equal object keys share memory.
+    """Return the size of parsed JSON in bytes; equal object keys share memory.
 
     >>> size_of([1.5] * 2000) - size_of([1] * 2000)
     64000

@@ -10,16 +10,16 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-BACKLOG = 2048  # connections waiting to be accepted
-_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 for localhost with IPv6 disabled
+BACKLOG = 2048
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 with IPv6 disabled
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Remove a killed process's socket file; UserError for `flag` if a server listens on it."""
+    """Remove a dead process's socket file; raise UserError if a server listens on it."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a listening server with a full backlog raises BlockingIOError
+        probe.setblocking(False)  # a full backlog raises BlockingIOError
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -35,7 +35,7 @@ def check_uds(path: str, flag: str) -> None:
 def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, str]) -> list[socket.socket]:
     """Return listening sockets: one for a Unix path, else one with the same port on each address of the host.
 
-    `names` are the front end's name and its two flags. Raises UserError if an address cannot be used.
+    `names` are the front end's name and two flags. Raises UserError for an unusable address.
     """
     name, port_flag, uds_flag = names
     try:
@@ -51,7 +51,7 @@ def listen(host: str, port: int | None, uds: str | None, names: tuple[str, str, 
 
 
 def _on_each_address(host: str, port: int) -> list[socket.socket]:
-    """Listen on each address of a host, without unavailable ones; port 0 lets the system choose a common one."""
+    """Listen on each available address of a host; port 0 lets the system choose a common one."""
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found = dict.fromkeys((family, address) for family, _, _, _, address in infos)
     missing: list[OSError] = []

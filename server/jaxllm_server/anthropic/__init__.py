@@ -1,1 +1,1 @@
-"""Anthropic's API: requests to calls, chunks to messages and events. Pure."""
+"""Anthropic's API. Pure."""

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm_server.shared.error_table import message_of, row_of
 
-# By HTTP status (https://docs.anthropic.com/en/api/errors; its 529 is a 503 here).
+# By HTTP status (https://docs.anthropic.com/en/api/errors; 529 is 503 here).
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -20,13 +20,13 @@ _KINDS = {
 }
 
 
-# By parameter: a hint to retry without it. The agent loop of `anthropic` 2.14 first sends a `thread`, and drops it on
-# this error (lib/threads/_thread_state.py).
+# A hint to retry without it. `anthropic` 2.14's agent loop sends a `thread`, and drops it on this error
+# (lib/threads/_thread_state.py).
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
-    """Return a body in Anthropic's form; the message names the parameter, for which the form has no field."""
+    """Return a body in Anthropic's form, whose message names the parameter."""
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")

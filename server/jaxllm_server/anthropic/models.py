@@ -1,4 +1,4 @@
-"""Describes models for `/v1/models` in Anthropic's form. Pure."""
+"""Model descriptions of `/v1/models` in Anthropic's form. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: requests to calls, chunks to events or messages. Pure.
-
-Follows https://docs.anthropic.com/en/api/messages.
-"""
+"""`/v1/messages` and `/v1/messages/count_tokens`, as in https://docs.anthropic.com/en/api/messages. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from jaxllm_server.shared.options import ServerOptions
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
 _SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
-# Fields of Anthropic's own service, such as accounts and explicit caching; some agents always send them.
+# Of Anthropic's service; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
     (
         *("metadata", "service_tier", "inference_geo", "speed", "billing_policy", "user_profile_id", "workspace_id"),
@@ -43,7 +40,7 @@ _FIELDS = (
 # Template variables: `enable_thinking` for Qwen and most others, `thinking` for DeepSeek and Granite.
 _THINKING: Mapping[str, bool | None] = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "context": "model_context_window_exceeded"}
-# Not verified, but clients drop thinking that has an empty signature.
+# Not verified, but clients drop thinking with an empty signature.
 _SIGNATURE = "jaxllm"
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
 
@@ -71,11 +68,10 @@ class MessagesReply:
         most = fields.get("max_tokens")
         if most is None:
             raise UserError("max_tokens is missing: set the maximum length of the answer.", "max_tokens")
-        # max_tokens 0: only fill the prefix cache.
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
         if is_forced(call["tool_choice"]):
-            sampling.pop("structured_outputs", None)  # it constrains content, and a forced call has no content
+            sampling.pop("structured_outputs", None)  # a forced call has no content to constrain
         self._takes_one_call = call["takes_one_call"]
         self.calls: Sequence[Call] = [
             Call(
@@ -83,14 +79,14 @@ class MessagesReply:
                 sampling=sampling,
                 request_id=request_id,
                 scores_prompt=self._is_warming,
-                may_fill_context=True,  # agents request 32,000 tokens of any model
+                may_fill_context=True,  # agents request 32,000 tokens
             )
         ]
         self._head: Mapping[str, Any] = {}
         self._usage: TokenUsage | None = None
         self._last: Part | None = None
         self._index = -1
-        self._open: str | int | None = None  # the open block: its type, or its call's index
+        self._open: str | int | None = None  # open block's type, or its call's index
 
     def begin(self, head: Mapping[str, Any]) -> None:
         self._head = head
@@ -150,7 +146,7 @@ class MessagesReply:
         return [error_body_of(error, self.request_id)]
 
     def _pieces(self, part: Part) -> Iterator[dict[str, Any]]:
-        """Yield the events of a part: reasoning, text and calls, with the rest of an open call before the text."""
+        """Yield a part's events: reasoning, text and calls, with the rest of an open call before the text."""
         if part.reasoning:
             yield from self._piece("thinking", {"type": "thinking_delta", "thinking": part.reasoning})
         calls = [call for call in part.tool_calls if call.index == 0] if self._takes_one_call else part.tool_calls
@@ -196,7 +192,7 @@ class MessagesReply:
         return events
 
     def _usage_of(self, usage: TokenUsage) -> dict[str, Any]:
-        """Return the `usage` object; if cached tokens are reported, `input_tokens` excludes them."""
+        """Return the `usage` object; `input_tokens` excludes reported cached tokens."""
         fields: dict[str, Any] = {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
         if self._is_warming:
             fields["output_tokens"] = 0
@@ -256,7 +252,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
             raise UserError("stop_sequences must be a list of strings.", "stop_sequences")
         sampling["stop"] = stops
     form = (mapping(fields, "output_config") or {}).get("format")
-    form = fields.get("output_format") if form is None else form  # the name in Anthropic's beta
+    form = fields.get("output_format") if form is None else form  # Anthropic's beta
     if form is not None:
         if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
             message = 'output_config.format must be {"type": "json_schema", "schema": {…}}.'
@@ -266,7 +262,7 @@ def _sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def _stop_of(part: Part | None) -> tuple[str, str | None]:
-    """Return `stop_reason` and `stop_sequence`; a cause unknown to the API counts as max_tokens."""
+    """Return `stop_reason` and `stop_sequence`; other causes count as max_tokens."""
     reason = None if part is None else part.finish_reason
     if part is not None and reason == "stop" and isinstance(part.stop_reason, str):
         return "stop_sequence", part.stop_reason

@@ -1,1 +1,1 @@
-"""Generating calls of any protocol: prompts, constraints, and parsing of outputs."""
+"""Prompts, constraints and outputs of generating calls."""

@@ -1,11 +1,11 @@
-"""Limits the log-probabilities that an answer may hold, before any is computed: 10,000,000 took 1 GB."""
+"""Limits an answer's log-probabilities before any is computed: 10,000,000 took 1 GB."""
 
 from __future__ import annotations
 
 from jaxllm.errors import UserError
 
 MOST_VALUES = 2**20  # 30 to 75 MB of JSON
-_LIKELIEST = 21  # a token and its 20 alternatives; always allowed for one full context
+_LIKELIEST = 21  # a token and 20 alternatives, always allowed for one context
 
 
 class AnswerSize:
@@ -19,7 +19,7 @@ class AnswerSize:
         return _most(max_model_len) - self._num_values - self.copies * prompt
 
     def add(self, prompt: int, output: int, max_model_len: int) -> None:
-        """Count a call's log-probabilities; raises UserError beyond the limit."""
+        """Count a call's log-probabilities; raise UserError beyond the limit."""
         self._num_values += self.copies * prompt + output
         most = _most(max_model_len)
         if self._num_values > most:

@@ -1,4 +1,4 @@
-"""Validates calls that request a beam search."""
+"""Validates beam searches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(call: Call, given: Mapping[str, Any]) -> None:
 
 
 def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """Return parameters for a beam search's outputs, with greedy sampling; the beams are chosen elsewhere."""
+    """Return greedy parameters for a beam search's outputs; beams are chosen elsewhere."""
     shared = {name: given[name] for name in ("max_tokens", *_SHARED) if name in given}
     return SamplingParams(temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY, **shared)
 

@@ -1,7 +1,7 @@
-"""Grammars of tool calls in the model's format, as an alternative to a constrained answer. Pure.
+"""Grammars of tool calls in the model's format. Pure.
 
-In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments of a
-`strict` tool follow its schema; other tools take any object.
+In llguidance's Lark notation, `<[7]>` is token 7. The format's parser reads every output of its grammar. Arguments
+follow the schema of `strict` tools.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,15})?/
 
 
 class Calls:
-    """Builds grammar parts for the tools of a request."""
+    """Builds grammar parts for a request's tools."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]], is_single: bool, special_id: SpecialId) -> None:
         functions = [tool["function"] for tool in tools]
@@ -186,13 +186,13 @@ _GRAMMARS: Mapping[type[ToolParser], Callable[[Calls], str]] = MappingProxyType(
 
 
 def grammar_of(parser: type[ToolParser], calls: Calls) -> str | None:
-    """Return the grammar of an output with only calls; None if `headers_of` applies."""
+    """Return the grammar of an output of calls only; None if `headers_of` applies."""
     write = _GRAMMARS.get(parser)
     return None if write is None else write(calls) + _SPACE
 
 
 def headers_of(parser: type[ToolParser], calls: Calls, kept_ends: Sequence[str] = ()) -> tuple[tuple[str, str], ...]:
-    """Return texts that begin a call within unconstrained output, each with the grammar after it.
+    """Return texts that begin a call within unconstrained output, with the grammars after them.
 
     `kept_ends` are markers of calls that also end reasoning.
     """

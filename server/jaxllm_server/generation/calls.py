@@ -1,4 +1,4 @@
-"""Protocol-independent requests and results: `Call` and `Chunk`. Plain data."""
+"""Requests and results of any protocol, as plain data."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from jaxllm_server.access.ledger import Entry
 from jaxllm_server.generation.answer_size import AnswerSize
 from jaxllm_server.parsers.tool_parsers import ToolCallDelta
 
-LARGE_REQUEST = 1 << 16  # bytes; parsing a larger request may take 5 ms and runs in a thread
+LARGE_REQUEST = 1 << 16  # bytes; parsing more may take 5 ms, in a thread
 Finish = Literal["stop", "length", "repetition", "context", "time_limit", "abort", "tool_calls"]
 
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The tool that an answer must call, once."""
+    """A tool that must be called once."""
 
     name: str
 
 
-# None: auto if the call has tools. "required": at least one call of any tool.
+# None: auto if the call has tools.
 ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | None
 
 
@@ -39,9 +39,9 @@ class Call:
     entry: Entry | None = field(default=None, compare=False, repr=False)
     model: str = ""
     prompt: str | Sequence[int] | None = None  # exclusive with messages
-    suffix: str | None = None  # text after the completion, for fill-in-the-middle
+    suffix: str | None = None  # after the completion, for fill-in-the-middle
     messages: Sequence[Mapping[str, Any]] | None = None
-    written_ids: Sequence[int] | None = None  # the rendered and tokenized messages, from the client
+    written_ids: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: ToolChoice = None
     takes_one_call: bool = False
@@ -49,18 +49,18 @@ class Call:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     truncation_side: str = "left"  # side that `truncate_prompt_tokens` removes
-    add_special_tokens: bool | None = None  # None: for text as the model expects, for chats none
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # the client's fields of SamplingParams
-    beams: Mapping[str, Any] | None = None  # the client's fields of BeamSearchParams
-    default_max_tokens: int | None = None  # the protocol's, if neither client nor model set one
-    may_fill_context: bool = False  # shorten max_tokens to the space left in the context
+    add_special_tokens: bool | None = None  # None: as the model expects for text, none for chats
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    beams: Mapping[str, Any] | None = None
+    default_max_tokens: int | None = None  # if neither client nor model set one
+    may_fill_context: bool = False  # reduce max_tokens to the space left
     stream: bool = False
     request_id: str | None = None  # unique among running requests, per client if keys distinguish them
-    client_id: str | None = None  # X-Request-Id, for logs and recordings; not unique
+    client_id: str | None = None  # X-Request-Id, for logs; not unique
     priority: int = 0
     cache_salt: str | None = None
     adapter: str = ""
-    time_limit: float | None = None  # seconds, then the partial answer is returned
+    time_limit: float | None = None  # seconds, then the answer is partial
     kv_transfer_params: Mapping[str, Any] | None = None
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(slots=True)
 class Part:
-    """The new part of one output."""
+    """An output's new part."""
 
     index: int
     text: str
@@ -81,7 +81,7 @@ class Part:
     stop_reason: int | str | None
     seed: int | None
     num_reasoning: int = 0
-    weight_versions: Sequence[tuple[str, int]] | None = None  # see `CompletionOutput`
+    weight_versions: Sequence[tuple[str, int]] | None = None
 
 
 @dataclass(slots=True)
@@ -90,14 +90,14 @@ class PromptInfo:
 
     token_ids: Sequence[int]
     num_cached: int
-    logprobs: list[dict[int, Logprob] | None] | None = None  # if requested; None for the first token
-    first_text: str = ""  # the first token's, with log-probabilities
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    first_text: str = ""  # the first token's
     first_bytes: bytes | None = None
 
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Token counts of a request so far, over all outputs."""
+    """A request's token counts, over all outputs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -109,8 +109,7 @@ class TokenUsage:
 class Timing:
     """Durations of a request's phases in seconds.
 
-    `queue` lasts from arrival until scheduling, `prefill` from there to the first token. `first_token` and `total` are
-    counted from arrival.
+    `queue` lasts until scheduling, `prefill` from there to the first token; the others count from arrival.
     """
 
     queue: float
@@ -121,7 +120,7 @@ class Timing:
 
 @dataclass(slots=True)
 class Chunk:
-    """The new results of a request."""
+    """A request's new results."""
 
     request_id: str
     outputs: list[Part]

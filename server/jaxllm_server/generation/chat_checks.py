@@ -1,4 +1,4 @@
-"""Limits on conversations: messages, tools and template variables. Pure."""
+"""Limits on conversations. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from jaxllm.text.message_forms import ReadArguments, shaped_arguments
 from jaxllm.text.template_shapes import Shape
 from jaxllm_server.shared import strict_json
 
-MOST_MESSAGES = 16_384  # the limit of a gRPC request; takes 55 µs of a thread per short message (measured)
-_MOST_VALUES = 131_072  # in messages and tools, with keys; 3 to 6 µs of a thread each (measured)
-_MOST_BRACKETS = 1 << 19  # in all tool calls' arguments, including those in strings, counted before parsing
+MOST_MESSAGES = 16_384  # 55 µs of a thread per short message (measured)
+_MOST_VALUES = 131_072  # keys included; 3 to 6 µs of a thread each (measured)
+_MOST_BRACKETS = 1 << 19  # strings included
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
-# Variables set by other fields, and arguments of transformers' and vLLM's functions, through which a client could
-# change the tokenization (vLLM CVE-2025-62426).
+# Other fields' variables, and arguments of transformers and vLLM that change the tokenization (vLLM CVE-2025-62426).
 _RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "template"),
@@ -38,7 +37,7 @@ def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int)
 
 
 def texts_of(conversation: list[Any]) -> list[str]:
-    """Return all strings, including keys, in any order; raises UserError for too many values."""
+    """Return all strings, keys included, in any order; raise UserError for too many values."""
     texts: list[str] = []
     left = _MOST_VALUES
     waiting: list[Any] = [conversation]
@@ -86,7 +85,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def with_read_arguments(messages: Sequence[Any], shape: Shape, max_json_depth: int) -> list[Any]:
-    """Convert tool calls' arguments to the template's form: objects or JSON text."""
+    """Convert calls' arguments to the template's form: objects or JSON text."""
     left = _MOST_BRACKETS
     read = partial(_read, max_json_depth=max_json_depth)
     all_read = []

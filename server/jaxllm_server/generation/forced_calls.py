@@ -1,7 +1,7 @@
 """Builds the JSON schema of an answer that must call tools. Pure.
 
 As in vLLM (tool_parsers/utils.py, get_json_schema_from_tools), except that a tool without parameters takes only `{}`,
-and references are local to each tool, so that equal names may differ.
+and references are local to each tool.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxllm.structured_outputs_params import check_size
 from jaxllm_server.generation.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")  # determine the kind of value
+_COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
 _VALUES = ("enum", "const", "default", "examples")  # contain values, not schemas
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters that constrain the answer to calls; raise UserError for `tool_choice` or `tools`."""
+    """Return sampling parameters that constrain the answer to calls; raise UserError for bad tools."""
     if sampling.get("structured_outputs") is not None:
         message = "structured_outputs and a tool_choice that forces a call exclude each other: give one of them."
         raise UserError(message, "tool_choice")
@@ -51,7 +51,6 @@ def blaming_tools(call: Call) -> Iterator[None]:
 
 
 def parameters_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return a tool's parameters as the schema of an object."""
     if not parameters:
         return _NO_ARGUMENTS
     return parameters if any(name in parameters for name in _COMBINED) else {"type": "object", **parameters}
@@ -76,7 +75,7 @@ def list_of_calls(tools: Sequence[tuple[str, Mapping[str, Any] | None]], is_sing
 
 
 def moved(schema: Any, to: str) -> Any:
-    """Prefix internal references by the path `to`; the schema has at most 64 levels."""
+    """Prefix internal references by `to`."""
     if isinstance(schema, list):
         return [moved(item, to) for item in schema]
     if not isinstance(schema, Mapping):

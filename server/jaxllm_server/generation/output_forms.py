@@ -1,4 +1,4 @@
-"""The formats of tool calls and reasoning, configured or detected from the chat template."""
+"""Formats of tool calls and reasoning, configured or detected."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _log = logging.getLogger("jaxllm.server")
 
 
 class OutputForms:
-    """The formats of a served model. May be created before the engine has loaded.
+    """A model's formats; may be created before the engine has loaded.
 
-    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
+    `template` is the operator's.
     """
 
     def __init__(
@@ -46,16 +46,13 @@ class OutputForms:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """The model's format of tool calls, None if disabled; requires a loaded model.
-
-        Raises UserError if "auto" matches no format.
-        """
+        """The loaded model's tool-call format, None if disabled; UserError if "auto" matches none."""
         name = self._form_name("tool_call_parser", TOOL_PARSERS)
         return None if name is None else TOOL_PARSERS[name]
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
-        """The model's format of reasoning, as `tool_form`."""
+        """The model's reasoning format, as `tool_form`."""
         name = self._form_name("reasoning_parser", REASONING_PARSERS)
         return None if name is None else REASONING_PARSERS[name]
 
@@ -150,10 +147,9 @@ def _is_switched_off(template_kwargs: Mapping[str, Any]) -> bool:
 
 
 def _id_maker(style: str, num_before: int) -> MakeId:
-    """Return a generator of call ids, which clients send back.
+    """Return a generator of call ids.
 
-    Mistral's templates require nine letters and digits. Kimi's render the id where the model reads the tool's name,
-    with the call's index in the conversation.
+    Mistral's templates require nine letters and digits. Kimi's render the id as the tool's name, with the call's index.
     """
     if style == "kimi_k2":
         numbers = count(num_before)

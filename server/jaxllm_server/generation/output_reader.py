@@ -1,4 +1,4 @@
-"""Splits outputs into reasoning, content and tool calls, incrementally."""
+"""Splits outputs into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class OutputReader:
             return "length" if most is not None and self._num_tokens[index] >= most else "context"
         if reason == "stop" and num_calls:
             return "tool_calls"
-        return reason  # pyright: ignore[reportReturnType] - "error" never comes here: the engine raises it
+        return reason  # pyright: ignore[reportReturnType] - the engine raises "error"
 
     def _make_splitter(self) -> Splitter:
         tools = (None, None) if self._tool_parsers is None else self._tool_parsers()
@@ -110,7 +110,7 @@ class OutputReader:
 
 
 class Splitter:
-    """Splits an output's text into content, reasoning and tool calls."""
+    """Splits text into content, reasoning and tool calls."""
 
     def __init__(
         self,
@@ -121,7 +121,6 @@ class Splitter:
     ) -> None:
         self._reasoning = reasoning
         self._tools = tools
-        # A model may call a tool before ending its reasoning.
         self._early_tools = early_tools if reasoning is not None and reasoning.may_hold_calls else None
         self._tokens = tokens
         self.num_calls = 0
@@ -129,7 +128,7 @@ class Splitter:
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
     def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
-        """Return the content, reasoning and call deltas that are final."""
+        """Return final content, reasoning and call deltas."""
         content, reasoning = text, ""
         is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:
@@ -150,7 +149,7 @@ class Splitter:
         return content, reasoning, calls
 
     def count_reasoning(self, ids: Sequence[int]) -> int:
-        """Return how many of the ids are reasoning; their text must have been pushed."""
+        """Return the number of reasoning tokens in `ids`, whose text was pushed."""
         if self._tokens is None or self._reasoning is None:
             return 0
         return self._tokens.count(ids, self._reasoning.is_reasoning)

@@ -34,14 +34,11 @@ _NO_TEMPLATE = (
     "This model has no chat template: send a text instead of messages (/v1/completions, over gRPC `text`), or start "
     "the server with --chat-template."
 )
-LEFT_OUT = 4  # maximum size of a conversation, in contexts: templates may omit parts
+LEFT_OUT = 4  # in contexts: templates may omit parts
 
 
 class Prompts:
-    """Builds the prompts of a served model. `off_loop` runs slow work outside the event loop.
-
-    `template` is the operator's, None for the model's; `template_kwargs` are its default variables.
-    """
+    """Builds a model's prompts; `off_loop` runs slow work outside the event loop."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class Prompts:
         """Return a call's token ids, and its text if available, for the engine.
 
         A prompt too long for the context is refused before tokenization, or truncated if `params` allow it. `model` is
-        the adapter's. An encoder-decoder model's encoder reads the prompt.
+        the adapter's.
         """
         model = self._engine.model if model is None else model
         if model.sources is None:
@@ -100,7 +97,7 @@ class Prompts:
             if images and kept is not None:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}  # the text would not match the truncated ids
+                return {"prompt_token_ids": ids[:kept]}  # the text would not match
             return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
@@ -125,10 +122,9 @@ class Prompts:
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
     def _encode_chat(self, call: Call, most: int, model: ModelInfo) -> tuple[str, list[int], list[Prepared]]:
-        """Return text and token ids, up to `most` tokens, and images; slow.
+        """Return text and token ids, up to `most`, and images; slow.
 
-        All texts count, as copying and searching them takes time even if the template omits them: an ignored key of
-        1,300,000 empty lists took 16 s.
+        Omitted texts count too: an ignored key of 1,300,000 empty lists took 16 s to copy and search.
         """
         tokenizer, most_images = model.tokenizer, self._engine.config.most_images
         given, images = take_images(call.messages or (), model.processor, self._sources, most_images)

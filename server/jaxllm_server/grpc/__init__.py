@@ -1,1 +1,1 @@
-"""The gRPC server: services, access checks, and conversion of messages."""
+"""The gRPC server."""

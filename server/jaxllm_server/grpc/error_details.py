@@ -1,4 +1,4 @@
-"""Converts exceptions to gRPC statuses with google.rpc details: reason, field path and retry delay. Pure."""
+"""Converts exceptions to gRPC statuses with google.rpc details. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from jaxllm_server.grpc.replies import duration_of
 from jaxllm_server.shared.error_table import message_of, row_of
 
 ERROR_DOMAIN = "jaxllm"
-# Keeps trailers under 2 KiB. 9 KB reached the client; 30 KB lost the status and the preceding message (measured).
+# Keeps trailers below 2 KiB; with 30 KB clients lost the status and the last message (measured).
 MAX_ERROR_BYTES = 320
 MAX_PATH_CHARS = 128
 _POOL_REQUESTS = (inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest, inference_pb2.ScoreRequest)
-# Parameter in errors -> path in GenerateRequest.
 _PATHS: Mapping[str, str] = {
     **GENERATE_FIELDS,
     **STREAM_FIELDS,
     **CHAT_FIELDS,
-    "tokens": "token_ids",  # of Detokenize
+    "tokens": "token_ids",
     "messages": "chat.messages",
     **{name: f"sampling.beam_search.{name}" for name in ("length_penalty", "early_stopping")},
     "template_kwargs": "chat.template_kwargs",
@@ -36,17 +35,17 @@ _PROMPT_ONEOFS = ("prompt", "input")
 
 @dataclass(frozen=True)
 class Failure:
-    """The status of a failed call."""
+    """A failed call's status."""
 
     code: str
-    status: status_pb2.Status  # trailer grpc-status-details-bin; its message is the call's
-    pushback_ms: int | None  # trailer grpc-retry-pushback-ms
+    status: status_pb2.Status  # grpc-status-details-bin; its message is the call's
+    pushback_ms: int | None  # grpc-retry-pushback-ms
 
 
 def failure_of(error: BaseException, request: Message | None = None, request_id: str = "") -> Failure:
-    """Return code, google.rpc.ErrorInfo, and further details.
+    """Convert an error to a status with google.rpc details: reason, field path, retry delay.
 
-    `request`, if parsed, determines the path of the prompt. Messages of unexpected errors are hidden.
+    `request` resolves the prompt's path. Messages of unexpected errors are hidden.
     """
     row = row_of(error)
     parameter = error.parameter if isinstance(error, UserError) else None
@@ -78,7 +77,7 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
-    """Return the request field's path for a parameter of an error; a path is returned unchanged."""
+    """Return the path of the field that a parameter names."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

@@ -1,7 +1,7 @@
-"""A proxy process in front of gRPC's core: accepts connections, terminates TLS, checks frames and forwards them.
+"""A proxy process in front of gRPC's core: terminates TLS, checks and forwards frames.
 
-gRPC's core parses on any calling thread, including Python threads that hold the GIL: header blocks of 4 MB in small
-pieces stopped the server for 2.5 s (measured). The proxy forwards only short header blocks and a limited rate of calls.
+The core parses on any calling thread, even with the GIL held: header blocks of 4 MB in small pieces stopped the server
+for 2.5 s (measured).
 
 `python -m jaxllm_server.grpc.filter SETTINGS-AS-JSON`
 """
@@ -27,15 +27,15 @@ from jaxllm_server.grpc.frames import FrameCheck, FrameError
 
 READ_BYTES = 32 * 1024
 CORE = "core"
-# In price units. All connections share 6,144 calls per second with a burst of 2,048; beyond that, they are delayed. 16
-# calls, or 64 per second, of each connection are never delayed, so floods do not affect other clients.
+# In price units: 6,144 calls per second, burst 2,048, on all connections; more are delayed, except 64 per second, burst
+# 16, per connection, which spares other clients.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # limits the delay; many connections may each stay within `OWN_RATE`
+MAX_DEBT = 4 << 20  # bounds the delay
 _FLUSH_SECONDS = 2.0
-_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05  # for connecting to the core, and between attempts
+_CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
     """The process's argument."""
 
     listening: Sequence[int]
-    control: int  # descriptor: a byte stops accepting, EOF ends the process
+    control: int  # a byte stops accepting, EOF ends the process
     folder: str  # of the core's socket; removed at exit
     max_block_bytes: int
     stall_seconds: float | None
@@ -56,7 +56,7 @@ class Settings:
         return json.dumps(asdict(self))
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context; raises OSError if a file is unusable."""
+        """Return the TLS context; raise OSError for an unusable file."""
         if self.certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -70,11 +70,11 @@ class Settings:
 
 
 class Filter:
-    """The connections of the filter, and the rate that they share: a debt of bytes that decreases with time."""
+    """The connections and their shared debt of bytes, which decreases with time."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections: emptied after each read
+        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections
         self.clients: set[Client] = set()
         self._debt = 0.0  # unpaid price …
         self._counted = 0.0  # … at this time
@@ -102,13 +102,13 @@ class Filter:
         shutil.rmtree(self.settings.folder, ignore_errors=True)
 
     def pay(self, price: int, now: float) -> float:
-        """Add a price in bytes to the shared debt; return the seconds to wait before reading on, if positive."""
+        """Add a price to the debt; return the seconds to pause reading, if positive."""
         self._debt = min(MAX_DEBT, max(0.0, self._debt - RATE * (now - self._counted)) + price)
         self._counted = now
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """Connect to gRPC's core, with a socket whose name contains the client's address."""
+        """Connect to the core from a socket named after the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
@@ -129,7 +129,7 @@ class Filter:
 
 
 class Client(asyncio.BufferedProtocol):
-    """The client's side of a connection."""
+    """A connection's client side."""
 
     transport: Any
     core: Any = None
@@ -162,7 +162,7 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:  # the core's backlog is full
+            except BlockingIOError:  # the backlog is full
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
@@ -196,7 +196,7 @@ class Client(asyncio.BufferedProtocol):
             return
         if self.core is not None:
             self.core.write(data)
-        else:  # pausing is impossible before the first bytes
+        else:
             if not self._early:
                 self.pause()
             self._early += data
@@ -239,7 +239,7 @@ class Client(asyncio.BufferedProtocol):
 
 
 class Core(asyncio.Protocol):
-    """The core's side of a connection."""
+    """A connection's core side."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Starts, restarts and stops the process of `filter.py`."""
+"""Runs the process of `filter.py`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
-_LONGEST_DIR = 30  # a Unix socket's path is limited to 103 bytes on some systems, and may contain an IPv6 address
-_MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes: up to this size gRPC's core responds with a status
+_LONGEST_DIR = 30  # a Unix socket's path has at most 103 bytes on some systems, with an IPv6 address
+_MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes; gRPC's core refuses these with a status
 
 
 class FilterProcess:
-    """The proxy process of a core, which must listen at `address` before `start`."""
+    """The proxy process of a core, which must listen at `address` first."""
 
     def __init__(self, listening: Sequence[socket.socket], options: ServerOptions) -> None:
         self._listening = listening
@@ -58,7 +58,6 @@ class FilterProcess:
             raise UserError(message, "ssl_certfile") from error
 
     def start(self) -> None:
-        """Start the process; pending connections wait in the listening sockets' backlog."""
         self._restarting = None
         self._control, control = socket.socketpair()
         with control:
@@ -88,7 +87,7 @@ class FilterProcess:
                 pass
 
     async def end(self) -> None:
-        """Stop the process after clients have read all, or seconds later."""
+        """Stop once clients have read everything, or after `_END_SECONDS`."""
         process, self.process = self.process, None
         if process is not None and self._control is not None:
             self._control.close()

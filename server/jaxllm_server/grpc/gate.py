@@ -1,4 +1,4 @@
-"""Interceptor of every gRPC call: keys, limits, traces, conversion of exceptions."""
+"""Interceptor of gRPC calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ _log = logging.getLogger("jaxllm.server.grpc")
 CHANNELZ = "grpc.channelz.v1.Channelz"
 _ADMIN_PREFIXES = (f"/{CONTROL}/", f"/{CHANNELZ}/")
 _HEALTH_PREFIX = f"/{HEALTH}/"
-_FAREWELL_SECONDS = 5.0  # for sending a status to a client that does not read
-# After a cancellation, `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
+_FAREWELL_SECONDS = 5.0
+# After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health checks need no key, and may announce messages of any size. Valid ones arrive with the call's first packet, so
-# only this many slow ones are received; a new one replaces the oldest. With the default message limit they hold 256
-# MiB.
+# Health checks need no key and may announce any size. Valid ones arrive with the call's first packet; of slow ones, a
+# new one replaces the oldest (256 MiB by default).
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
@@ -52,12 +51,11 @@ _KINDS = {
     (True, True): "stream_stream",
 }
 
-# Answers a call, and appends its request to the list once received.
 Respond = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext, list[Message]], Awaitable[Any]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """Authenticates, counts and traces every call, and converts exceptions to statuses."""
+    """Authenticates, counts and traces calls; converts exceptions to statuses."""
 
     def __init__(
         self, keys: Keys, tracer: Tracer, observer: PrometheusObserver, max_rpcs: int, stall_timeout: float
@@ -66,9 +64,9 @@ class Gate(grpc.aio.ServerInterceptor):
         self._tracer = tracer
         self._observer = observer
         self._stall_timeout = stall_timeout
-        # One connection may use seven eighths of the calls.
+        # One connection may use seven eighths.
         self._calls = CallLimit("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health: dict[asyncio.Timeout, float] = {}  # start times of messages being received, oldest first
+        self._health: dict[asyncio.Timeout, float] = {}  # start times, oldest first
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
         self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
@@ -78,7 +76,7 @@ class Gate(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Check the key before receiving the request."""
+        """Check the key before the request is received; return the guarded handler."""
         method: str = handler_call_details.method
         if not method.startswith(_HEALTH_PREFIX):
             try:
@@ -95,9 +93,9 @@ class Gate(grpc.aio.ServerInterceptor):
         return guarded
 
     def _guard(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Wrap a handler, as a streaming one, so that the message is received only after admission.
+        """Wrap a handler as a streaming one, to receive the message after admission.
 
-        Requests are parsed inside, since gRPC would expose a parser's error.
+        Requests are parsed inside: gRPC would expose a parser's error.
         """
         behaviour = getattr(handler, _KINDS[handler.request_streaming, handler.response_streaming])
         parse = handler.request_deserializer
@@ -121,7 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
-            except Exception as failure:  # a bug of the gate; gRPC would expose it to the client
+            except Exception as failure:
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
@@ -148,7 +146,7 @@ class Gate(grpc.aio.ServerInterceptor):
             self._health.pop(limit, None)
 
     async def _one_message(self, context: grpc.aio.ServicerContext, limit: asyncio.Timeout) -> bytes:
-        """Receive a message and its end, so that no further bytes accumulate; raises DeadlineError at the limit."""
+        """Receive a message and its end, so that no more bytes accumulate; raise DeadlineError at the limit."""
         try:
             async with limit:
                 raw = await context.read()
@@ -160,7 +158,7 @@ class Gate(grpc.aio.ServerInterceptor):
             raise self._did_not_come() from None
 
     def _did_not_come(self) -> DeadlineError:
-        """Return the error for a late message; its memory is released in one second."""
+        """Return the error for a late message; free its memory after one second."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
         return DeadlineError("The message was not received in time.")
@@ -172,10 +170,7 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _parsed(
         self, raws: AsyncIterator[bytes], parse: Callable[[bytes], Message], asked: list[Message]
     ) -> AsyncIterator[Message]:
-        """Parse and yield messages; `asked` is a list that holds the latest.
-
-        Raises DeadlineError if the next one does not arrive within the stall timeout.
-        """
+        """Parse and yield messages; `asked` holds the latest. Raises DeadlineError after the stall timeout."""
         while True:
             try:
                 async with asyncio.timeout(self._stall_timeout or None):
@@ -213,11 +208,10 @@ class Gate(grpc.aio.ServerInterceptor):
             error, code = failure, "CANCELLED"
             task = asyncio.current_task()
             if isinstance(failure, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # cancelled by gRPC; any other cancellation must still send a status
+                raise  # by gRPC; other cancellations must still send a status
             failure_sent = failure_of(failure, asked[0] if asked else None, _request_id(context))
             code = failure_sent.code
             if code == "INTERNAL":
-                # The engine's errors are complete without a traceback; unexpected errors need one.
                 unforeseen = None if isinstance(failure, EngineError) else failure
                 name = _request_id(context) or "without an id"
                 _log.error("%s failed, request %s: %s", method, name, failure, exc_info=unforeseen)
@@ -228,9 +222,9 @@ class Gate(grpc.aio.ServerInterceptor):
                 span.end(error)
                 if is_counted:
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
-            except Exception:  # metrics must not fail a request
+            except Exception:
                 _log.exception("the observer failed")
-            error = None  # breaks a cycle with its traceback that would keep the message in memory
+            error = None  # breaks a cycle through its traceback that would keep the message
 
     def _refusal(self, method: str, error: Exception) -> grpc.RpcMethodHandler:
 
@@ -253,13 +247,13 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
-        # Break the cycle of the call, the exception and its traceback, which would keep the message in memory.
+        # Break a cycle that would keep the message.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))
         raise
     except TimeoutError:
-        raise asyncio.CancelledError from None  # the client does not read, so the status cannot be sent
+        raise asyncio.CancelledError from None
 
 
 def _forget_frames(error: BaseException, task: Any) -> None:
@@ -276,7 +270,7 @@ def _request_id(context: grpc.aio.ServicerContext) -> str:
 
 
 def _parsed_message(raw: bytes, parse: Any) -> Message:
-    wire.check(raw, parse.__self__.DESCRIPTOR)  # bound method of the message class
+    wire.check(raw, parse.__self__.DESCRIPTOR)
     try:
         return parse(raw)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""The grpc.health.v1 service: whether the server and its services are ready."""
+"""The grpc.health.v1 service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxllm_server.access.client_quota import CallLimit, peer_of
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-# A Watch needs no key and holds 17 KB of memory (measured). A load balancer has one or a few.
+# A Watch needs no key and holds 17 KB (measured).
 MAX_WATCHES = 1024
 MAX_WATCHES_EACH = 64  # per connection
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -25,21 +25,21 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Reports the last state set, without querying the engine.
+    """Reports the last state set.
 
-    "" and the inference service follow the engine. The control service is healthy until the engine is dead, so that
-    operators reach a paused or loading server.
+    "" and the inference service follow the engine. The control service is healthy until the engine is dead, for
+    operators of a paused or loading server.
     """
 
     def __init__(self) -> None:
         self._statuses: dict[str, Status] = {}
-        self._changed = asyncio.Event()  # replaced at each change, so that every watcher wakes once
+        self._changed = asyncio.Event()  # replaced at each change: every watcher wakes once
         self._is_closed = False
         self._watches = CallLimit("watches", MAX_WATCHES, MAX_WATCHES_EACH)
         self.set_state("loading")
 
     def set_state(self, state: str) -> None:
-        """Report a state of `AsyncLLM.state`; ignored after `close`."""
+        """Report a state of `AsyncLLM.state`, unless closed."""
         if self._is_closed:
             return
         inference = _SERVING if state == "serving" else _NOT_SERVING
@@ -47,7 +47,6 @@ class Health(health_pb2_grpc.HealthServicer):
         self._tell({"": inference, INFERENCE: inference, CONTROL: control})
 
     def close(self) -> None:
-        """End all watches after reporting not serving."""
         self._is_closed = True
         self._tell(dict.fromkeys(self._statuses, _NOT_SERVING))
 
@@ -60,7 +59,7 @@ class Health(health_pb2_grpc.HealthServicer):
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Message, context: grpc.aio.ServicerContext) -> Message:
-        """Return all statuses; only versions of grpcio-health-checking above 1.81 register this call."""
+        """Return all statuses; only grpcio-health-checking above 1.81 registers this."""
         response = health_pb2.HealthListResponse()  # pyright: ignore[reportAttributeAccessIssue]
         for name, status in self._statuses.items():
             response.statuses[name].status = status

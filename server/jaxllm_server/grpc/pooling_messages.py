@@ -1,7 +1,4 @@
-"""Convert pooling requests to `PoolCall`s, and `PoolResult`s to responses. Pure.
-
-A test sets every field of the requests.
-"""
+"""Pooling requests and responses. Pure."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ def _input_of(request: inference_pb2.EmbedRequest | inference_pb2.ClassifyReques
         return {"inputs": [request.text]}
     if request.HasField("add_special_tokens"):
         raise UserError("add_special_tokens is of a text only.", "add_special_tokens")
-    return {"inputs": [request.token_ids.ids]}  # not copied, since their number is not checked yet
+    return {"inputs": [request.token_ids.ids]}
 
 
 def _pairs_of(request: inference_pb2.ScoreRequest) -> dict[str, Any]:
     """Return the `inputs` and `pairs` of a `PoolCall`; a single first text is repeated.
 
-    Texts are not copied, since their number is not checked yet. Raises UserError if the lengths differ.
+    Not copied: their number is unchecked. Raises UserError if the lengths differ.
     """
     num_first, num_second = len(request.text_1), len(request.text_2)
     if num_first not in (1, num_second):
@@ -59,7 +56,7 @@ def embedding_of(request_id: str, model: str, result: PoolResult, index: int = 0
     return inference_pb2.EmbedResponse(
         request_id=request_id,
         model=model,
-        values=result.values.tolist(),  # twice as fast as an array in protobuf
+        values=result.values.tolist(),  # twice as fast as an array
         usage=types_pb2.Usage(prompt_tokens=result.prompt_tokens),
         index=index,
     )

@@ -19,14 +19,14 @@ from jaxllm_server.pooling.pool_calls import PoolCall, PoolResult
 
 
 class PoolingMethods(Servicer):
-    """The pooling methods of `InferenceService`, as its base class."""
+    """`InferenceService`'s pooling methods."""
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: ServicerContext) -> inference_pb2.EmbedResponse:
         request_id, model, (result,) = await self._pooled(request, context)
         return pooling_messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Stream an embedding per request as it is computed; reads requests as the queue has room."""
+        """Stream each request's embedding; read requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         async def read(request: inference_pb2.EmbedRequest) -> PoolCall:
@@ -34,8 +34,8 @@ class PoolingMethods(Servicer):
             return replace(await self._read(client, request, pooling_messages.pool_call_of, given), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
-        # Sent immediately: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066),
-        # for which reason a failed text does not end the stream either.
+        # At once; nor does a failed text end the stream: a grpc.aio client that writes while its call is refused gets
+        # no reason (grpc/grpc#36066).
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         async with aclosing(answers), Writer(context, self._stall_timeout) as writer:
@@ -66,7 +66,7 @@ class PoolingMethods(Servicer):
 
         async def pool(call: PoolCall) -> list[PoolResult]:
             with self._serving.ledger.entry(client) as entry:
-                entry.charge(REQUESTS, 2 * request.ByteSize())  # the message and the call
+                entry.charge(REQUESTS, 2 * request.ByteSize())
                 async with aclosing(self._serving.pooling.pool(call)) as results:
                     return [result async for result in results]
 

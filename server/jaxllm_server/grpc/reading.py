@@ -1,7 +1,6 @@
-"""Convert `jaxllm.v1` requests to `Call`s.
+"""Convert `jaxllm.v1` requests to `Call`s. Pure.
 
-Pure, without the gRPC library, engine or clock. Each field of a request is converted or refused by its path, such as
-`sampling.top_p`, which a test verifies.
+Every field is converted or refused by its path, such as `sampling.top_p`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
 from jaxllm_server.shared import strict_json
 
-# Submessages per request: 8 MiB could hold four million, which take seconds.
+# Submessages per request; the four million of 8 MiB take seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
-_MAX_DURATION_SECONDS = 315_576_000_000  # of google.protobuf.Duration: 10,000 years
-_PART = 1 << 16  # values that are copied at once, in a millisecond
-_EXACT_INTEGERS = 2**53  # doubles hold integers exactly up to here
+_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's
+_PART = 1 << 16  # values copied in a millisecond
+_EXACT_INTEGERS = 2**53  # doubles are exact up to here
 
 
 def _sampling_names() -> dict[str, dict[str, str]]:
@@ -40,7 +39,7 @@ def _sampling_names() -> dict[str, dict[str, str]]:
     return names
 
 
-# Section of GenerateRequest -> field -> name in SamplingParams; from the client's table. `call_of` reads the others.
+# Section of GenerateRequest -> field -> name in SamplingParams.
 SAMPLING_NAMES: Mapping[str, Mapping[str, str]] = _sampling_names()
 _TOOL_CHOICES: Mapping[int, ToolChoice] = {
     types_pb2.TOOL_CHOICE_UNSPECIFIED: None,
@@ -53,7 +52,6 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_ALWAYS: True,
     types_pb2.EARLY_STOPPING_NEVER: "never",
 }
-# Constraint of StructuredOutput -> name in StructuredOutputsParams.
 _CONSTRAINTS = {
     "json_schema": "json",
     "json_object": "json_object",
@@ -65,12 +63,10 @@ _CONSTRAINTS = {
 
 
 def call_of(request: inference_pb2.GenerateRequest, request_id: str, *, stream: bool, max_json_depth: int) -> Call:
-    """Return the call of a request. Unset fields are absent from `Call.sampling`, so that defaults apply.
+    """Convert a request to a call; unset fields are absent from `Call.sampling`, so that defaults apply.
 
-    Values are checked later, for all protocols. `max_json_depth` is the limit of HTTP bodies.
-
-    Raises:
-        UserError: naming the path of a field that is unknown, unsupported or contradicts another.
+    `max_json_depth` is the limit of HTTP bodies. Raises UserError with the path of a field that is unknown, unsupported
+    or contradicts another; values are checked later.
     """
     refuse_unknown_fields(request)
     _refuse_unbuilt(request, stream=stream)
@@ -146,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def _listed(values: Sequence[Any]) -> list[Any]:
-    """Copy values in parts: other threads get the GIL between them."""
+    """Copy in parts, between which other threads get the GIL."""
     return list(chain.from_iterable(values[at : at + _PART] for at in range(0, len(values), _PART)))
 
 
@@ -233,7 +229,7 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:
     path = "chat.tools_json"
     try:
-        # In an HTTP body the array is one level deeper.
+        # One level deeper in an HTTP body.
         tools = strict_json.read_value(text.encode(), max_json_depth - 1, "tools_json")
     except UserError as error:
         raise UserError(str(error), path) from error
@@ -247,7 +243,7 @@ def _from_struct(struct: Struct, path: str) -> dict[str, Any]:
 
 
 def _from_value(value: Value, path: str) -> Any:
-    """Convert a JSON value to Python, integral numbers to int, since Struct stores doubles."""
+    """Convert a JSON value to Python; Struct stores doubles, so integral numbers become int."""
     kind = value.WhichOneof("kind")
     if kind is None or kind == "null_value":
         return None
@@ -272,10 +268,9 @@ def _seconds(duration: Duration, path: str) -> float:
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Raise UnsupportedError for unknown fields, which protobuf keeps silently.
+    """Raise an error for unknown fields, which protobuf keeps silently, or too many submessages.
 
-    Also refuses more than `MAX_NESTED_MESSAGES` messages or map entries. Names no field if the unknown ones are large:
-    protobuf creates an object for each, 2 s for the millions that fit into 8 MiB.
+    Over 4 KiB of unknown fields are not named: protobuf creates an object for each, 2 s for 8 MiB.
     """
     found = list(islice(_messages_in(request), MAX_NESTED_MESSAGES + 1))
     if len(found) > MAX_NESTED_MESSAGES:
@@ -299,7 +294,7 @@ def _too_many(path: str) -> UserError:
 
 
 def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, str]]:
-    """Yield a message and its submessages, each with its path; a Struct counts as one."""
+    """Yield a message and its submessages with paths; a Struct is one."""
     yield message, path
     for descriptor, value in message.ListFields():
         kind = descriptor.message_type

@@ -1,4 +1,4 @@
-"""Convert `Chunk`s to `jaxllm.v1` responses and stream messages. Pure, without the gRPC library, engine or clock."""
+"""Convert `Chunk`s to `jaxllm.v1` responses and stream messages. Pure."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ FINISH_REASONS: Mapping[str | None, types_pb2.FinishReason] = {
 
 @dataclass
 class Reply:
-    """The options and progress of one answer."""
+    """An answer's options and progress."""
 
     model: str
     has_text: bool = True
     has_token_ids: bool = True
     has_prompt_token_ids: bool = False
-    num_logprobs: int | None = None  # alternatives per row; None: no log-probabilities, -1: the vocabulary
+    num_logprobs: int | None = None  # alternatives per row; -1: the vocabulary
     num_prompt_logprobs: int | None = None
     asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
-    _sent: dict[int, int] = field(default_factory=dict)  # rows of log-probabilities sent, by index
-    _seeded: set[int] = field(default_factory=set)  # indices with a sent seed
+    _sent: dict[int, int] = field(default_factory=dict)  # by index
+    _seeded: set[int] = field(default_factory=set)
     _is_begun: bool = False
 
     def response(self, chunk: Chunk) -> inference_pb2.GenerateResponse:
@@ -59,8 +59,8 @@ class Reply:
         return response
 
     def delta(self, chunk: Chunk) -> inference_pb2.StreamGenerateResponse | None:
-        """Return the next stream message; None if it would have no requested data."""
-        # Filled in place: nested constructors copy, which took twice as long.
+        """Return the next stream message, or None without data."""
+        # Filled in place: nested constructors take twice as long.
         response = inference_pb2.StreamGenerateResponse()
         for part in chunk.outputs:
             if self._is_news(part):
@@ -153,9 +153,8 @@ def logprobs_of(
 ) -> types_pb2.Logprobs:
     """Pack log-probabilities: the sampled token and exactly `top_k` alternatives per row, likeliest first.
 
-    A row maps token ids to log-probabilities: the sampled token, the likeliest tokens in order, then others of `asked`.
-    `top_k` -1 is the whole vocabulary. Packed arrays take 2.6 µs per token with 20 alternatives; one message per
-    alternative takes 19.6 µs.
+    A row maps the sampled token, the likeliest in order, then others of `asked`. `top_k` -1 is the vocabulary. Packed
+    arrays take 2.6 µs per token with 20 alternatives, one message per alternative 19.6 µs.
     """
     chosen = [next(iter(row.values())) for row in rows]
     tops = [_likeliest(row, top_k) for row in rows]
@@ -176,8 +175,8 @@ def logprobs_of(
 
 def _likeliest(row: Mapping[int, Logprob], top_k: int) -> list[tuple[int, Logprob]]:
     first, *others = row.items()
-    likeliest = [entry for entry in others if entry[1].rank is not None]  # the others are from `asked`
-    if len(likeliest) == top_k:  # without the sampled token
+    likeliest = [entry for entry in others if entry[1].rank is not None]
+    if len(likeliest) == top_k:
         return likeliest
     return sorted([first, *likeliest], key=lambda entry: -entry[1].logprob)
 
@@ -211,7 +210,6 @@ def usage_of(usage: TokenUsage) -> types_pb2.Usage:
 
 
 def timing_of(timing: Timing) -> types_pb2.Timing:
-    """Convert the phases' durations, without those that an aborted request has not reached."""
     spans = {name: getattr(timing, name) for name in ("queue", "prefill", "first_token", "total")}
     return types_pb2.Timing(**{name: duration_of(span) for name, span in spans.items() if span is not None})
 
@@ -222,7 +220,7 @@ def duration_of(seconds: float) -> Duration:
 
 
 def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
-    """Return the changes of the prefix cache in order; adjacent ones of a kind and adapter form one event."""
+    """Convert changes of the prefix cache in order; adjacent ones of a kind and adapter form one event."""
     response = control_pb2.StreamKvEventsResponse(sequence=batch.sequence)
     response.time.FromNanoseconds(round(batch.time * 1e9))
     for (kind, adapter), changes in groupby(batch.events, lambda event: (type(event), getattr(event, "adapter", 0))):
@@ -243,7 +241,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
-    """Return a block's hash as an integer: 64 bits are enough to distinguish a server's blocks."""
+    """Return a block's hash as 64 bits, unique within a server."""
     return int.from_bytes(digest[:8], "big")
 
 

@@ -1,7 +1,4 @@
-"""Build the gRPC server: socket, TLS, gate, services, health and reflection.
-
-Numbers in comments were measured with grpcio 1.81.
-"""
+"""Build the gRPC server. Numbers were measured with grpcio 1.81."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ class GrpcServer:
         self._health.set_state(state)
 
     async def stop(self, grace: float | None) -> None:
-        """Refuse new calls, let running ones finish for `grace` seconds, end the rest with UNAVAILABLE."""
+        """Refuse new calls, let running ones finish for `grace` seconds, then end them with UNAVAILABLE."""
         if self.front is not None:
             self.front.close_listener()
         self._health.close()  # an open Watch would last the whole grace
@@ -69,8 +66,7 @@ async def start_grpc(
 ) -> GrpcServer:
     """Return a started server; the engine may still be loading.
 
-    Raises:
-        UserError: a port or socket in use, an invalid certificate, or a missing package.
+    Raises UserError for an unusable port, socket or certificate, or a missing package.
     """
     gate = Gate(keys, tracer, observer, options.max_rpcs, options.stall_timeout)
     server = grpc.aio.server(interceptors=[gate], options=channel_options(options))
@@ -111,11 +107,10 @@ async def start_grpc(
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
-    # Calls that Python has not accepted yet, 7 KB each. With gRPC's default, a burst of 3,000 loses some 530. The
-    # filter queues bursts.
+    # Calls not yet accepted by Python, 7 KB each. gRPC's default loses 530 of 3,000 at once. The filter queues bursts.
     most_pending = 8192 if options.grpc_filter else 100_000
     return [
-        # A second server on the same port would get a share of the connections.
+        # A second server on the port would share its connections.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", options.grpc_max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -123,15 +118,14 @@ def channel_options(options: ServerOptions) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
         ("grpc.server.max_pending_requests", most_pending),
         ("grpc.server.max_pending_requests_hard_limit", most_pending),
-        # Above the limit on calls: streams that a client opens before it receives this setting all fail as UNAVAILABLE
-        # (1,948 of 3,000 calls with 1,024, 0 with 4,096; measured).
+        # Streams opened before a client receives this limit fail as UNAVAILABLE (of 3,000 calls 1,948 with 1,024, none
+        # with 4,096).
         ("grpc.max_concurrent_streams", max(4096, 2 * options.max_rpcs)),
-        # Clients may ping ten times a second, also during silent calls; more closes the connection. (gRPC has no key
-        # min_recv_ping_interval_without_data_ms, which others set.)
+        # Clients may ping ten times a second. gRPC lacks the key min_recv_ping_interval_without_data_ms.
         ("grpc.http2.min_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 100),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Drops an unresponsive peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
+        # Drops a silent peer after 40 s; without ping_timeout_ms keepalive_timeout_ms waits for 60.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -178,10 +172,10 @@ def _credentials(options: ServerOptions) -> grpc.ServerCredentials:
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Serve reflection under both of its names, which share their messages.
+    """Serve reflection under both of its names.
 
-    The newer name is not listed: its descriptor is missing here, and clients that describe all listed services (`buf
-    curl --list-methods`) would fail.
+    The newer name, whose descriptor is missing, is not listed: clients that describe listed services (`buf curl
+    --list-methods`) would fail.
     """
     servicer = ReflectionServicer(names)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)

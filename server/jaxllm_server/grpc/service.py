@@ -1,6 +1,6 @@
-"""The services of `jaxllm.v1`: inference and control.
+"""The services of `jaxllm.v1`.
 
-However a call ends, the iterator of `Serving` is closed, which aborts the request in any phase.
+However a call ends, the iterator of `Serving` is closed, which aborts the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _FILES = [each.DESCRIPTOR for each in (types_pb2, inference_pb2, control_pb2)]
-_API_REVISION = (  # methods, fields and enum values
+_API_REVISION = (
     sum(len(each.methods) for file in _FILES for each in file.services_by_name.values())
     + sum(len(each.fields) for file in _FILES for each in file.message_types_by_name.values())
     + sum(len(each.values) for file in _FILES for each in file.enum_types_by_name.values())
@@ -49,7 +49,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
             return reply.response(chunk)
 
     async def StreamGenerate(self, request: inference_pb2.GenerateRequest, context: ServicerContext) -> None:
-        """Stream new output. Sends nothing, headers included, before the first tokens, so that clients can retry."""
+        """Stream new output; send nothing, headers included, before the first tokens: clients can retry."""
         chunks, reply = await self._begin(request, context, stream=True)
         is_first = True
         async with aclosing(chunks), Writer(context, self._stall_timeout) as writer:
@@ -105,7 +105,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return inference_pb2.ListModelsResponse(models=[model, *self._adapters(model)])
 
     def _adapters(self, parent: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
-        """Yield the model's description with each adapter's name and tokenizer."""
         for served in self._serving.adapters:
             known = self._serving.adapters.known(served)
             if known is None:
@@ -121,7 +120,6 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
     async def _begin(
         self, request: inference_pb2.GenerateRequest, context: ServicerContext, *, stream: bool
     ) -> tuple[AsyncGenerator[Chunk, None], replies.Reply]:
-        """Return the chunks of a request, not yet started, and their converter."""
         request_id, is_hint, client = self._admit(request, context)
         most = self._serving.options.max_json_depth
         call = await self._read(client, request, reading.call_of, request_id, stream=stream, max_json_depth=most)
@@ -131,7 +129,7 @@ class InferenceService(PoolingMethods, inference_pb2_grpc.InferenceServiceServic
         return chunks, replies.reply_of(request, model)
 
     async def _hinted(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Generate under the id from the metadata, or a derived id while that is in use."""
+        """Generate under the metadata's id, or a derived one while that is in use."""
         try:
             async with aclosing(self._serving.generate(call)) as chunks:
                 async for chunk in chunks:
@@ -261,7 +259,6 @@ class ControlService(WeightMethods, control_pb2_grpc.ControlServiceServicer):
 
 @contextmanager
 def _by_fields() -> Iterator[None]:
-    """Rename the parameters of errors to the fields of messages."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Base class of `jaxllm.v1.InferenceService`: admits and reads calls, and writes streams."""
+"""Base class of `jaxllm.v1.InferenceService`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 REQUEST_ID = "x-request-id"
 _LARGE_REQUEST = 1 << 13  # bytes
-_LEAST_REMAINING = 0.001  # seconds before the deadline; less is refused
+_LEAST_REMAINING = 0.001  # seconds
 _MAX_METADATA_CHARS = 256
 
 
@@ -40,7 +40,7 @@ class Servicer:
         self._keys = keys
 
     def _admit(self, request: NamedRequest, context: ServicerContext) -> tuple[str, bool, str]:
-        """Return the request id, whether it is from the metadata, and the client. Raises without time or room."""
+        """Return the request id, whether metadata gave it, and the client; raise without time or room."""
         remaining = context.time_remaining()
         if remaining is not None and remaining < _LEAST_REMAINING:
             raise DeadlineError("The deadline of this call was over before it began.")
@@ -48,7 +48,6 @@ class Servicer:
         self._serving.check_room(client)
         hint = "" if request.request_id else first(context.invocation_metadata(), REQUEST_ID) or ""
         request_id = request.request_id or hint or uuid4().hex
-        # The interceptor logs failures with this id.
         if _can_be_metadata(request_id):
             context.set_trailing_metadata(((REQUEST_ID, request_id),))
         return request_id, bool(hint), client
@@ -59,7 +58,7 @@ class Servicer:
         return await self._serving.off_loop(client, partial(read, request, *given, **named))
 
     def _client_of(self, context: ServicerContext) -> str:
-        key = self._keys.check(first(context.invocation_metadata(), "authorization"))  # the gate has checked it
+        key = self._keys.check(first(context.invocation_metadata(), "authorization"))
         return client_of(key, host_of_peer(peer_of(context.peer())))
 
     def _unique(self, request_id: str) -> str:
@@ -68,10 +67,10 @@ class Servicer:
 
 
 class Writer:
-    """Writes a stream's messages; fails if the client reads nothing for `stall_timeout` seconds (0: never).
+    """Writes a stream; fails if the client reads nothing for `stall_timeout` seconds (0: never).
 
-    Flow control alone does not limit memory: a client that never read took 4 MiB before a write blocked (measured). One
-    timer per stream checks the current write; a timeout around each write costs 7 µs.
+    Without a reader 4 MiB were taken before a write blocked. A timer per stream checks writes; a timeout around each
+    costs 7 µs (measured).
     """
 
     def __init__(self, context: ServicerContext, stall_timeout: float) -> None:
@@ -95,12 +94,11 @@ class Writer:
             self._timer.cancel()
 
     async def write(self, message: Message) -> None:
-        """Send a message. Raises SlowConsumerError."""
+        """Send a message; raise SlowConsumerError if the client stalls."""
         self._since = self._loop.time()
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            # Do not swallow the client's cancellation.
             if self._is_stalled and self._task.uncancel() == 0:
                 raise SlowConsumerError(f"The stream was not read for {self._stall_timeout:g} seconds.") from None
             raise

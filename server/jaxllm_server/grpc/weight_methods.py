@@ -1,4 +1,4 @@
-"""Sleep, wake up and update weights in `jaxllm.v1.ControlService`."""
+"""Weight and sleep methods of `jaxllm.v1.ControlService`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_AXES = 8
 
 
 class Described(NamedTuple):
-    """The shape and type of a tensor that has not been received yet."""
+    """Shape and type of a tensor to be received."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -41,7 +41,7 @@ class Described(NamedTuple):
 
 @dataclass
 class Incoming:
-    """A tensor of which the first `received` bytes have been received."""
+    """A partly received tensor."""
 
     name: str
     described: Described
@@ -50,11 +50,11 @@ class Incoming:
 
 
 class WeightMethods:
-    """The weight methods of `ControlService`, as its base class."""
+    """`ControlService`'s weight methods."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._incoming: Incoming | None = None  # bounded by the model's largest tensor
+        self._incoming: Incoming | None = None  # at most the model's largest tensor
 
     async def Sleep(self, request: control_pb2.SleepRequest, context: ServicerContext) -> control_pb2.SleepResponse:
         level = request.level if request.HasField("level") else 1
@@ -116,7 +116,7 @@ class WeightMethods:
         return self._serving.engine
 
     async def _take_in(self, engine: EngineClient, part: control_pb2.TensorPart) -> str:
-        """Store a part, and replace the weight after a tensor's last one; return the version in use."""
+        """Store a part; replace the weight after its last; return the version in use."""
         described = _described(part)
         if part.offset == 0:
             self._incoming = None

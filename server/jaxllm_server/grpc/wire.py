@@ -1,6 +1,6 @@
-"""Limits the contents of a message before it is parsed, since the C parser blocks the process. Pure.
+"""Limits a message's contents before parsing, since the C parser blocks the process. Pure.
 
-8 MiB of empty messages take 0.6 s, and 320 kB of map keys in the same hash bucket 3 s (measured).
+8 MiB of empty messages take 0.6 s, 320 kB of map keys in one hash bucket 3 s (measured).
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from jaxllm.errors import UserError
 
-MOST_FIELDS = 2**16  # including nested messages: 10 ms to parse
-# Hash tables use a key's low bits, so few keys below this limit can collide; token ids are below it.
+MOST_FIELDS = 2**16  # nested ones included: 10 ms to parse
+# Hash tables use low bits, so few keys below this limit collide; token ids are below it.
 LARGEST_KEY = 2**20 - 1
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)
 _LONGEST_VARINT = 10
-_KEY = 1  # field number of the key in a map entry
+_KEY = 1  # field number
 
 
 class _Shape(NamedTuple):
-    """The checked parts of a message type."""
+    """A message type's checked parts."""
 
     name: str
-    has_integer_keys: bool  # an entry of a map with integer keys
-    repeats: bool  # contains repeated fields, directly or nested
-    inner: dict[int, Any]  # field number -> descriptor of nested messages to check
+    has_integer_keys: bool  # an entry of such a map
+    repeats: bool  # contains repeated fields, perhaps nested
+    inner: dict[int, Any]  # field number -> nested message to check
 
 
 class _Malformed(Exception):
@@ -32,7 +32,7 @@ class _Malformed(Exception):
 
 
 def check(raw: bytes, descriptor: Any) -> None:
-    """Raise UserError if a message is too complex. Malformed ones are left to the parser."""
+    """Raise UserError if a message is too complex; ignore malformed ones."""
     if not _shape(descriptor).repeats:
         return
     left: list[tuple[int, int, Any]] = [(0, len(raw), descriptor)]

@@ -1,1 +1,1 @@
-"""The HTTP server: routes, access checks, and serialization."""
+"""The HTTP server."""

@@ -1,4 +1,4 @@
-"""HTTP routes with which an administrator loads and unloads adapters."""
+"""HTTP routes of adapters."""
 
 from __future__ import annotations
 

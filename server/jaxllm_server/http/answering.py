@@ -1,4 +1,4 @@
-"""`Answering`: creates the reply of a request and the fields of its answer."""
+"""`Answering`: reads requests into replies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.http")
 Made = TypeVar("Made")
 MakeReply: TypeAlias = Callable[[fields.Body, ServerOptions, str], Made]
-_MOST_TOLD = 256  # logged names, since clients can invent any number
+_MOST_TOLD = 256  # clients can invent any number
 
 
 class Answering:
-    """Reads request bodies into replies, and prepares the fields of their answers; one per server, for all APIs."""
+    """Reads bodies into replies and prepares their answers; one per server."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving
@@ -65,10 +65,10 @@ class Answering:
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return the fields of an `Answer`; sets `client_id` in the reply's calls."""
+        """Return an `Answer`'s fields; set `client_id` in the reply's calls."""
         record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # may be from the body; an invalid one is refused later
+        if is_request_id(reply.request_id, self.options):  # an invalid one is refused later
             record["name"] = record["name"].replace(record["request_id"], reply.request_id)
         if record["client_id"] is not None:
             reply.calls = [replace(call, client_id=record["client_id"]) for call in reply.calls]
@@ -83,7 +83,7 @@ class Answering:
         }
 
     def warn(self, request: Request, ignored: Sequence[str]) -> None:
-        """Add ignored fields to the answer's headers, and log each of them once."""
+        """Report ignored fields in headers; log each once."""
         if self.options.unknown_fields != "warn":
             return
         request.scope["jaxllm"]["ignored"] = ignored

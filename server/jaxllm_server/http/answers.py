@@ -1,7 +1,7 @@
-"""ASGI apps that run the calls of a reply and send the results, whole or as events.
+"""ASGI apps that run a reply's calls and send the results.
 
-The status is sent after the first output, so that earlier errors have their status. When a client disconnects, the
-calls' iterators are closed, which aborts its requests. `http/protocol.py` disconnects clients that stop reading.
+The status is sent after the first output, so earlier errors have theirs. A disconnect closes the calls' iterators,
+which aborts them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 AnyReply = TypeVar("AnyReply", bound=CallsReply)
-_MANY_VALUES = 1 << 12  # log-probabilities; more are serialized in a thread
-_VALUE_BYTES = 150  # of a log-probability (measured)
+_MANY_VALUES = 1 << 12  # log-probabilities; more take a thread
+_VALUE_BYTES = 150  # per log-probability (measured)
 _CHARACTERS = 32  # of text, as slow as one log-probability
-_PIECE = 1 << 20  # bytes per write; the next waits until most of them are sent
+_PIECE = 1 << 20  # bytes per write; the next waits until most are sent
 _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # disables nginx's buffering
@@ -44,7 +44,7 @@ _STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class Answer(ABC, Generic[AnyReply]):
-    """The answer to one request, as an ASGI app."""
+    """A request's answer, as an ASGI app."""
 
     serving: Serving
     tracer: Tracer
@@ -55,7 +55,7 @@ class Answer(ABC, Generic[AnyReply]):
     entry: Entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute and send the answer. Raises errors that occur before the first byte."""
+        """Send the answer; raise errors that occur before its first byte."""
         traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), b"")
         span = self.tracer.start(traceparent.decode("latin-1") or None, scope["path"], {"http.request.method": "POST"})
         failure: BaseException | None = None
@@ -79,7 +79,7 @@ class Answer(ABC, Generic[AnyReply]):
 
 
 class _Begun:
-    """Tracks outputs; the first event of each repeats the prompt's log-probabilities."""
+    """Tracks outputs; each one's first event repeats the prompt's log-probabilities."""
 
     def __init__(self, num_values: int) -> None:
         self._num_values = num_values
@@ -94,10 +94,10 @@ class _Begun:
 
 @dataclass(frozen=True)
 class TextAnswer(Answer[Reply | EventReply]):
-    """The answer to a request for text."""
+    """A text request's answer."""
 
     writer: Writer
-    prepare: Callable[[], Awaitable[None]] | None = None  # awaited before the first chunk is sent
+    prepare: Callable[[], Awaitable[None]] | None = None  # before the first chunk
 
     async def _work(self, scope: Scope, send: Send) -> None:
         await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
@@ -144,7 +144,6 @@ class TextAnswer(Answer[Reply | EventReply]):
             transport.close()
 
     async def _events(self, number: int, chunk: Chunk, begun: dict[int, _Begun]) -> bytes:
-        """Return a chunk's events; serialized in a thread if they repeat a long prompt's log-probabilities."""
         if chunk.prompt is not None and chunk.prompt.logprobs is not None:
             begun[number] = _Begun(_num_prompt_values(chunk))
         own = begun.get(number)
@@ -155,7 +154,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])  # the calls differ in their prompts only
+        params = await self.serving.completed(calls[0])  # calls differ in prompts only
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]
@@ -170,7 +169,7 @@ class TextAnswer(Answer[Reply | EventReply]):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`; if the client disconnects, cancel it and raise `ClientGone`."""
+    """Return the result of `work`; on disconnect, cancel it and raise `ClientGone`."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -205,7 +204,7 @@ def _pieces(content: bytes) -> list[bytes]:
 
 
 def _num_values(chunk: Chunk) -> int:
-    """Return an upper bound on a chunk's log-probabilities, plus its text in equivalent units."""
+    """Return an upper bound of log-probabilities; text counts in such units."""
     count = sum(sum(map(len, part.logprobs or ())) + len(part.text) // _CHARACTERS for part in chunk.outputs)
     if chunk.prompt is not None and chunk.prompt.logprobs is not None:
         count += len(chunk.outputs) * _num_prompt_values(chunk)

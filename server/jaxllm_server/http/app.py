@@ -1,4 +1,4 @@
-"""The HTTP front end as an ASGI app: admission, routing, and conversion of exceptions to responses."""
+"""The HTTP server as an ASGI app."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 _log = logging.getLogger("jaxllm.server.http")
-CLIENT_GONE = 499  # nginx's status, for metrics
+CLIENT_GONE = 499  # nginx's status
 _NOT_FOUND = "no route"
 
 
 def make_app(
     serving: Serving, options: ServerOptions, observer: PrometheusObserver | None, tracer: Tracer | None
 ) -> ASGIApp:
-    """Return the ASGI app. While the engine is loading, routes that need it answer 503."""
+    """Return the ASGI app; while the engine loads, routes that need it answer 503."""
     endpoints = Endpoints(serving, options, observer, tracer or Tracer())
     router = Router(endpoints.routes(), redirect_slashes=False, default=_refuse_path)
     return Front(Guard(router, options, Keys(options.api_key, options.admin_api_key)), options, observer)
 
 
 class Front:
-    """The outermost app: assigns request ids, answers exceptions and records metrics."""
+    """The outermost app: request ids, errors, metrics."""
 
     def __init__(self, guard: Guard, options: ServerOptions, observer: PrometheusObserver | None) -> None:
         self._guard = guard
@@ -96,7 +96,7 @@ class Front:
             if status is not None:
                 status = status_of(error)
                 if (transport := transport_of(scope)) is not None:
-                    transport.abort()  # a truncated answer must not look complete
+                    transport.abort()  # must not look complete
             else:
                 await _send_error(sender, error, scope["path"], request_id)
         finally:
@@ -104,7 +104,7 @@ class Front:
                 try:
                     seconds = time.monotonic() - began
                     self._observer.request_handled("http", record["route"], status or CLIENT_GONE, seconds)
-                except Exception:  # statistics must not fail a request
+                except Exception:
                     _log.exception("the observer failed")
 
 

@@ -1,4 +1,4 @@
-"""Reads request bodies: bounded in size, and parsed in a thread if large."""
+"""Reads request bodies."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
-DEAD = ("dead", "stopped")  # engine states that answer no requests
+DEAD = ("dead", "stopped")  # engine states without answers
 
 
 class BodyReader:
-    """Reads JSON bodies."""
+    """Reads JSON bodies of bounded size."""
 
     def __init__(self, serving: Serving, options: ServerOptions) -> None:
         self._serving = serving
@@ -35,11 +35,11 @@ class BodyReader:
         return await self.read(request, lambda body: body)
 
     async def read(self, request: Request, make: Callable[[dict[str, Any]], Result]) -> Result:
-        """Return `make` of a request's JSON, in a thread if large."""
+        """Return `make` of a request's JSON; large bodies are parsed in a thread."""
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         is_json = media.strip().lower() == "application/json" and charset in ("", 'charset="utf-8"', "charset=utf-8")
-        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM none. Other origins are refused elsewhere.
+        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM none. `Guard` refuses other origins.
         if not is_json and not request.url.path.endswith(OLLAMA_PATHS):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         if request.headers.get("content-encoding", "identity") != "identity":

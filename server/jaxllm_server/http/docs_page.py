@@ -1,4 +1,4 @@
-"""Generates `/docs`: a self-contained HTML page with a form per route. Pure."""
+"""Generates `/docs`: an HTML page with a form per route. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ td { padding: .1rem .8rem .1rem 0; vertical-align: top; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--shown); padding: .5rem; }
 pre:empty { display: none; }
 """
-# Shows a stream's text as it arrives, and indents JSON.
 _SCRIPT = """
 const textOf = data => {
   const choice = data.choices && data.choices[0], delta = data.delta;
@@ -81,7 +80,6 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_of(description: Mapping[str, Any], served: Collection[str]) -> bytes:
-    """Return an HTML page that describes the paths of an OpenAPI document in `served`."""
     title = escape(description["info"]["title"])
     operations = [
         part

@@ -1,4 +1,4 @@
-"""The table of HTTP routes, and the handlers for text and tokens."""
+"""HTTP routes; handlers for text and tokens."""
 
 from __future__ import annotations
 
@@ -154,13 +154,11 @@ class Endpoints:
         return found
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Count the tokens of a conversation."""
         call = replace(await self._read(request, count_call_of), client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
         return json_response({"input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        """Turn a text or a conversation into token ids."""
         call, wants_pieces = await self._read(request, tokenize_call_of)
         client = request.scope[CLIENT]
         ids = await while_connected(request.receive, self._serving.tokenize(replace(call, client=client)))
@@ -173,7 +171,6 @@ class Endpoints:
         return await self._bodies.run(write, len(ids) > _MANY_TOKENS, client)
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        """Turn token ids into text."""
         model, ids = await self._read(request, detokenize_request_of)
         return json_response({"prompt": await self._serving.detokenize(ids, request.scope[CLIENT], model)})
 
@@ -204,7 +201,6 @@ class Endpoints:
         return self._page(docs_page.front_page)
 
     def _page(self, write: Callable[..., bytes]) -> Response:
-        """Return a cached page of the paths that apply to the model."""
         try:
             pools = "generate" not in self._serving.tasks
         except UnavailableError:

@@ -1,4 +1,4 @@
-"""Converts errors to HTTP answers, in the form of the requested API; logs server errors."""
+"""Converts errors to HTTP answers in the API's form."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jaxllm_server.shared.error_table import row_of
 _log = logging.getLogger("jaxllm.server.http")
 Headers = list[tuple[bytes, bytes]]
 
-UNAVAILABLE_RETRY_SECONDS = 1  # until another replica, or this one, may be ready
+UNAVAILABLE_RETRY_SECONDS = 1
 _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128
 _VERSION = re.compile(r"/(v[0-9]+/)?")
 _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
-_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1 themselves
-# Missing routes of OpenAI's, vLLM's and Anthropic's servers, by the first path segment after the version.
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1
+# Other servers' routes, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
     **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
@@ -36,7 +36,7 @@ _UNSERVED: Mapping[str, str] = {
         ("files", "batches", "fine_tuning", "assistants", "threads"), "this server stores no files and no jobs."
     ),
 }
-_RETRIED_BY_CLIENTS = (408, 409, 429)  # retried by OpenAI's client by default, like 5xx
+_RETRIED_BY_CLIENTS = (408, 409, 429)  # by OpenAI's
 
 
 class ClientGone(Exception):
@@ -44,7 +44,7 @@ class ClientGone(Exception):
 
 
 class Refusal(Exception):
-    """A request refused for a reason specific to HTTP."""
+    """A refusal specific to HTTP."""
 
     def __init__(
         self,
@@ -70,7 +70,6 @@ def body_too_large(max_body_bytes: int) -> Refusal:
 
 
 def nothing_at(path: str) -> Refusal:
-    """Name the missing feature or the likely path."""
     shown = printable(path[:_SHOWN_PATH])
     why = _UNSERVED.get(_VERSION.sub("", path, count=1).partition("/")[0])
     if why is not None:
@@ -84,7 +83,6 @@ def nothing_at(path: str) -> Refusal:
 
 
 def is_anthropics(path: str) -> bool:
-    """Return whether a path, with any prefix, is of Anthropic's API."""
     return _MESSAGES[0] in path
 
 
@@ -113,11 +111,11 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log an error of the server; client errors and overload are not logged."""
+    """Log errors of the server, except overload."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:
-        _log.warning("requests fail: %s", error)  # no request name: all requests fail until the engine recovers
+        _log.warning("requests fail: %s", error)  # all requests fail
     elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:

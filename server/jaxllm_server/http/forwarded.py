@@ -1,4 +1,4 @@
-"""Determines a request's client from X-Forwarded-For of trusted proxies. Pure."""
+"""Determines a request's client from X-Forwarded-For. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Proxies:
 
 
 def _address(written: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Accept an optional port, and IPv4-mapped addresses; None for other text."""
     if written.startswith("["):
         written = written[1:].partition("]")[0]
     elif written.count(":") == 1:

@@ -1,4 +1,4 @@
-"""The HTTP route that takes and returns token ids."""
+"""The HTTP route for token ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks requests before routing: head size, Host, Origin, API key, declared body size.
+"""Checks requests before routing: head size, Host, Origin, API key, body size.
 
-Uses the raw path, which cannot be disguised by encoding, host name or case (vLLM CVE-2026-48746).
+Uses the raw path, which encoding, host name or case cannot disguise (vLLM CVE-2026-48746).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ADMIN_PATHS = (
     "/weight_info",
 )
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
-_PREFLIGHT_SECONDS = b"600"  # browsers' cache time for preflight responses
+_PREFLIGHT_SECONDS = b"600"  # browsers' cache time
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -55,7 +55,7 @@ class Guard:
         scope = _without_root(scope, self._root)
         is_known = not self._checks_host or "*" in options.allowed_hosts or host is None or host in self._hosts
         if not is_known and scope["raw_path"] not in PROBES:
-            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # possible DNS rebinding by a web page
+            raise Refusal(421, _WRONG_HOST, "MISDIRECTED_REQUEST")  # possible DNS rebinding
         self._check_origin(headers, host)
         is_preflight = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
         if is_preflight and b"origin" in headers and options.allowed_origins:
@@ -65,14 +65,14 @@ class Guard:
             key = self._keys.check(_authorization(headers), admin=scope["path"].startswith(ADMIN_PATHS))
             forwarded = [value.decode("latin-1") for value in headers.get(b"x-forwarded-for", [])]
             scope[CLIENT] = client_of(key, self._proxies.client_of((scope.get("client") or ("",))[0], forwarded))
-        # RFC 9110 allows trailing spaces and tabs, which llhttp accepts too.
+        # RFC 9110 and llhttp allow trailing spaces and tabs.
         length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
         if len(length) > 18 or int(length) > options.max_body_bytes:
             raise body_too_large(options.max_body_bytes)
         codings = headers.get(b"transfer-encoding", [b"chunked"])
-        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser treats "gzip, chunked" as chunked
+        if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser ignores the gzip of "gzip, chunked"
             raise Refusal(400, "Only the Transfer-Encoding chunked is accepted.", "TRANSFER_ENCODING", closes=True)
         await self._app(scope, receive, send)
 
@@ -90,9 +90,9 @@ class Guard:
         ]
 
     def _check_origin(self, headers: dict[bytes, list[bytes]], host: str | None) -> None:
-        """Refuse requests from web pages of other origins (Ray CVE-2025-62593)."""
+        """Refuse web pages of other origins (Ray CVE-2025-62593)."""
         for origin in headers.get(b"origin", []):
-            # The server's own origin must have a known host name, because of DNS rebinding.
+            # Its own origin needs a known host, because of DNS rebinding.
             is_own = host in self._hosts and _authority(origin) == headers[b"host"][0].lower()
             if not is_own and not self._is_allowed(origin):
                 message = "Requests from web pages of this origin are not accepted; see --allowed-origins."
@@ -104,7 +104,7 @@ class Guard:
 
 
 def request_id_of(scope: Scope, options: ServerOptions) -> str | None:
-    """Return X-Request-Id; raises Refusal if it is unsafe for logs."""
+    """Return X-Request-Id; raise Refusal if unsafe for logs."""
     values = [value for name, value in scope["headers"] if name == b"x-request-id"]
     if not values:
         return None
@@ -151,7 +151,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return the Authorization header, for which x-api-key counts; both may be sent with equal keys."""
+    """Return Authorization or x-api-key; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys
@@ -159,12 +159,12 @@ def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
 
 
 def _without_root(scope: Scope, root: str) -> Scope:
-    """Remove the root path, added by a proxy or the server."""
+    """Remove the root path, which a proxy or uvicorn adds."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path: str = scope["path"]
     if root:
         prefix = f"{root}/"
-        for _ in range(2):  # once from a proxy that keeps it, once from uvicorn's root_path
+        for _ in range(2):  # a proxy may keep it, and uvicorn adds it
             if path.startswith(prefix) and raw.startswith(prefix.encode()):
                 path, raw = path[len(root) :], raw[len(root.encode()) :]
     return {**scope, "root_path": "", "path": path, "raw_path": raw}

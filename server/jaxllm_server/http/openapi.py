@@ -1,6 +1,6 @@
-"""Build the OpenAPI 3.1 document from the routes, their bodies' fields and the help texts of `SamplingParams`. Pure.
+"""Build the OpenAPI 3.1 document from routes, bodies' fields and `SamplingParams`' help texts. Pure.
 
-`SHAPES` has the schema of each field, `Body.shapes` those of single bodies; a test compares them with the checks.
+`SHAPES` has the fields' schemas, `Body.shapes` single bodies'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxllm_server.requests.shared_fields import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
-API_VERSION = "1"  # of the paths; /version has the server's, for clients with a key
+API_VERSION = "1"  # of the paths, not the server
 _OBJECTS: Schema = {"type": "array", "items": OBJECT}
 _TEXT_OR_TEXTS: Schema = {"anyOf": [TEXT, STRINGS]}
 _EITHER: Schema = {"anyOf": [TEXT, OBJECT]}
@@ -133,10 +133,10 @@ BODIES: Mapping[str, Body] = {
     ),
 }
 
-_SOCKETS = ("/v1/responses",)  # GET opens a WebSocket
-_OTHER_FORMS = ("/v1/messages", "/api/")  # their errors differ from OpenAI's
+_SOCKETS = ("/v1/responses",)
+_OTHER_FORMS = ("/v1/messages", "/api/")  # with other errors than OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
-# Schemas of `SamplingParams` fields, by annotation without "| None".
+# By annotation of `SamplingParams` without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {
     "int": INTEGER,
     "float": NUMBER,
@@ -146,7 +146,7 @@ _BY_ANNOTATION: Mapping[str, Schema] = {
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
     "RepetitionDetectionParams": OBJECT,
 }
-# Fields that `SamplingParams` lacks, or for which bodies accept more types.
+# Fields that `SamplingParams` lacks, or with more types.
 SHAPES: Mapping[str, Schema] = {
     **dict.fromkeys(("model", "request_id", "cache_salt", "reasoning_effort", "suffix"), TEXT),
     **dict.fromkeys(("stream", "echo", "add_special_tokens", "return_token_ids", "use_beam_search"), FLAG),
@@ -192,7 +192,7 @@ _ERROR: Schema = {
 
 
 def description_of(routes: Iterable[ApiRoute], root_path: str = "") -> dict[str, Any]:
-    """Return the OpenAPI document of the routes; `root_path` is a proxy's path prefix."""
+    """Return the OpenAPI document; `root_path` is a proxy's prefix."""
     paths: dict[str, dict[str, Any]] = {}
     schemas = {"Error": _ERROR}
     for route in routes:
@@ -263,7 +263,7 @@ def _property(body: Body, name: str) -> Schema | None:
         )
     if name in WITHOUT_EFFECT and name not in body.shapes:
         return IDLE
-    if name == "chat_template":  # refused: only `--chat-template` sets it
+    if name == "chat_template":  # only `--chat-template` sets it
         return None
     own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = body.shapes.get(name, SHAPES.get(name, own))

@@ -20,7 +20,7 @@ from jaxllm_server.ollama.pooling import OllamaEmbedReply
 from jaxllm_server.openai.pooling import REPLIES, PoolReply
 from jaxllm_server.pooling.pool_calls import PoolResult
 
-_MANY_NUMBERS = 1 << 16  # 13 ms to serialize (measured); larger answers use a thread
+_MANY_NUMBERS = 1 << 16  # 13 ms to serialize (measured); more take a thread
 _REPLIES = {**REPLIES, "/api/embed": OllamaEmbedReply}
 _DOCUMENTS: Schema = {"anyOf": [TEXT, OBJECT, {"type": "array", "items": {"anyOf": [TEXT, OBJECT]}}]}
 _SHAPES: Mapping[str, Schema] = {
@@ -62,7 +62,7 @@ def routes(answering: Answering) -> list[ApiRoute]:
 
 @dataclass(frozen=True)
 class PoolAnswer(Answer[PoolReply]):
-    """The answer to a pooling request."""
+    """A pooling request's answer."""
 
     head: Mapping[str, Any]
 

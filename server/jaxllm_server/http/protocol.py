@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol with limits on head size and time, message size, and stalled readers."""
+"""uvicorn's HTTP/1.1 protocol with limits on heads, bodies and stalled readers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 READ_BYTES = 32 * 1024  # per read; a body may exceed its limit by this much
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
-MAX_PIPELINED = 64  # requests queued after the current one; uvicorn has no limit
-TRANSPORT = "jaxllm.transport"  # scope extension: the connection's asyncio.Transport
-UPGRADE = "jaxllm.upgrade"  # scope extension of a WebSocket request: `BoundedProtocol.upgrade`
+MAX_PIPELINED = 64  # queued; uvicorn has no limit
+TRANSPORT = "jaxllm.transport"  # scope extension: asyncio.Transport
+UPGRADE = "jaxllm.upgrade"  # scope extension of WebSocket requests: `BoundedProtocol.upgrade`
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast(Any, protocol_of(options)),  # instantiated per connection by `HttpServer`
+        http=cast(Any, protocol_of(options)),  # instantiated by `HttpServer`
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # uvicorn would trust a client's address header on loopback
+        proxy_headers=False,  # uvicorn would trust client addresses from loopback
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=1,
@@ -51,7 +51,7 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
-    """Return the protocol class, for one event loop."""
+    """Return the protocol class for one event loop."""
 
     class Connection(BoundedProtocol):
         max_head_bytes = options.max_header_bytes
@@ -66,7 +66,7 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
 
 class SmallReads(asyncio.BufferedProtocol):
-    """Reads in pieces of READ_BYTES: uvloop would read 250 KiB before it could be paused."""
+    """Reads in pieces of READ_BYTES: uvloop would read 250 KiB before a pause."""
 
     connection_type: type[HttpToolsProtocol]
     buffer: memoryview
@@ -100,20 +100,20 @@ class BoundedProtocol(HttpToolsProtocol):
     """A connection; subclasses set the limits."""
 
     max_head_bytes: int
-    max_body_bytes: int  # excluding chunk framing, which may be as large
-    head_seconds: float | None  # for a complete head, from its first byte or the connection's start
-    stall_seconds: float | None  # for the client to read pending output
+    max_body_bytes: int  # without chunk framing, which may be as large
+    head_seconds: float | None  # for a head, from its first byte or the connection's start
+    stall_seconds: float | None
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0  # of the current message, approximately: a segment may contain the next one
+    _num_bytes = 0  # of the current message; a segment may contain the next
     _num_body_bytes = 0
     _segment = b""
     _offers_socket = False
     _socket: WebSocket | None = None
-    _is_last = False  # drop bytes after the current request
-    parser: Any  # httptools' parser; None after disconnect
+    _is_last = False  # drop further bytes
+    parser: Any  # None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -121,13 +121,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_late()
-        for timer in (self._stalled, self._aborting):  # timers reference the connection
+        for timer in (self._stalled, self._aborting):
             if timer is not None:
                 timer.cancel()
         self._stalled = self._aborting = None
         if self._socket is not None:
             self._socket.lost()
-        super().connection_lost(exc)  # resumes writing, which wakes a waiting app
+        super().connection_lost(exc)  # wakes a waiting app
 
     def data_received(self, data: bytes) -> None:
         if self._socket is not None:
@@ -147,7 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._num_body_bytes > self.max_body_bytes and self.cycle.response_complete:
             self.transport.abort()  # the rest stays unread; an app still reading refuses the body
         elif self._num_bytes > 2 * self.max_body_bytes + self.max_head_bytes:
-            self._refuse(body_too_large(self.max_body_bytes))  # an app still reading sees a disconnect
+            self._refuse(body_too_large(self.max_body_bytes))
         elif self._is_in_head and (self.cycle is None or self.cycle.response_complete):
             self._expect_head()
 
@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header of the head; ignore trailers after the body."""
+        """Store a header; ignore trailers after the body."""
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -187,7 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_bytes = self._num_body_bytes = 0
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for pending output before closing."""
+        """Wait for the next request, or for output before closing."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._abort_later()
@@ -195,7 +195,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_head()  # limits an unread body: uvicorn's timer stops at the first byte
 
     def pause_writing(self) -> None:
-        """Block the app until the client reads; abort the connection if that takes `stall_seconds`."""
+        """Block the app until the client reads; abort after `stall_seconds`."""
         super().pause_writing()
         if self.stall_seconds is not None:
             self._stalled = self.loop.call_later(self.stall_seconds, self.transport.abort)
@@ -215,9 +215,9 @@ class BoundedProtocol(HttpToolsProtocol):
         headers: Headers,
         make: Callable[[asyncio.Transport, FlowControl], WebSocket],
     ) -> WebSocket:
-        """Accept a WebSocket request; later bytes go to the socket that `make` returns.
+        """Accept a WebSocket; later bytes go to the socket from `make`.
 
-        Raises Refusal if the client has already sent further bytes.
+        Raises Refusal if the client has sent further bytes.
         """
         if self.cycle.scope is not scope or self.cycle.response_started or self._is_last or self._num_bytes:
             raise Refusal(400, "No data may follow a request to upgrade.", "BAD_HEADER", closes=True)
@@ -231,14 +231,13 @@ class BoundedProtocol(HttpToolsProtocol):
         return socket
 
     def shutdown(self) -> None:
-        """Close the connection after the current answer; a WebSocket gets a close frame."""
+        """Close after the current answer; a WebSocket gets a close frame."""
         if self._socket is None:
             super().shutdown()
         else:
             self._socket.close(GOING_AWAY, "the server stops")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close even with unread output."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -252,10 +251,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Handle an offer of another protocol, as in the first request of Java's client, as plain HTTP/1.1.
+        """Handle an offer of another protocol, as Java's client makes, as plain HTTP/1.1.
 
-        The parser would parse the body as a request, so the head is parsed again without the offer. The app may still
-        accept a WebSocket.
+        The parser would take the body for a request, so the head is parsed again without the offer.
         """
         stopped = sys.exception()
         assert stopped is not None
@@ -268,7 +266,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse(b"".join([head, *lines, b"\r\n", rest]))
 
     def _abort_later(self) -> None:
-        """Abort the connection after `stall_seconds`: a client that does not read can delay asyncio's close."""
+        """Abort after `stall_seconds`: a client that does not read can delay asyncio's close."""
         if self.stall_seconds is not None and self._aborting is None:
             self._aborting = self.loop.call_later(self.stall_seconds, self.transport.abort)
 
@@ -283,7 +281,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        if not self._num_bytes or not self._is_in_head:  # an idle connection, or the rest of a refused body
+        if not self._num_bytes or not self._is_in_head:  # idle, or a refused body's rest
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
@@ -291,12 +289,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer without the app and close, after the answers to earlier requests."""
+        """Answer without the app, after earlier answers, and close."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False
             return
-        if self._is_in_head or not (self.cycle.response_started or self.pipeline):  # else another answer is in progress
+        if self._is_in_head or not (self.cycle.response_started or self.pipeline):
             status, headers, body = answer_of(refusal)
             lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", body]))

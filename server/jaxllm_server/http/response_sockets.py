@@ -1,4 +1,4 @@
-"""`/v1/responses` over a WebSocket: runs each message as a POST request to the app, and sends its events as texts.
+"""`/v1/responses` over a WebSocket: runs each message as a POST request to the app.
 
 A connection handles one request at a time and keeps private responses.
 """
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from jaxllm_server.http.web_socket import WebSocket
 
 ROUTE = "/v1/responses (WebSocket)"
-MOST_SECONDS = 3600.0  # per connection, as in OpenAI's server and Open Responses
-KEPT = "jaxllm.kept"  # scope key: the connection's `ConnectionResponses`
+MOST_SECONDS = 3600.0  # per connection, as at OpenAI
+KEPT = "jaxllm.kept"  # scope key: `ConnectionResponses`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
@@ -43,7 +43,7 @@ _ERROR, _FAILED = b"event: error\n", b"event: response.failed\n"
 
 
 class ResponseSockets:
-    """The WebSockets of a server; `kept_for` creates a connection's private store."""
+    """A server's WebSockets; `kept_for` creates a connection's store."""
 
     def __init__(self, options: ServerOptions, ledger: Ledger, kept_for: Callable[[str], ConnectionResponses]) -> None:
         self._options = options
@@ -56,7 +56,7 @@ class ResponseSockets:
         upgrade = request.scope.get("extensions", {}).get(UPGRADE)
         if upgrade is None or request.method != "GET":
             raise HTTPException(405, headers={"allow": "POST"})
-        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # imported lazily: rarely needed
+        from jaxllm_server.http.web_socket import WebSocket, answer_headers  # rarely needed
 
         client = request.scope[CLIENT]
         headers = answer_headers(request.scope["headers"])
@@ -129,7 +129,7 @@ class _Turn:
         self.is_through = False
 
     async def receive(self) -> Message:
-        """Return the message as a request's body; later calls wait for a disconnect."""
+        """Return the message as a body; later calls wait for a disconnect."""
         if self._message is not None:
             body, self._message = self._message, None
             self._socket.release()
@@ -152,7 +152,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Skip `error`, so that a failed response has one terminal event."""
+        """Send an event, except `error`: a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

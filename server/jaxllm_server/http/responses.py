@@ -1,7 +1,7 @@
 """The routes of the Responses API.
 
-A response is stored when it ends, unless its client disconnected before. A background response runs to its end for
-polling clients; a cancelled one is stored as is.
+A response is stored when it ends, unless its client disconnected before. A background response runs to its end; a
+cancelled one is stored as is.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
     from jaxllm_server.observability.tracing import Tracer
 
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
-_LARGE = 256 << 10  # bytes of JSON, 1 ms (measured); above, in a thread
-_MANY_ITEMS = 512  # items, 4 µs each (measured)
-_MOST_LISTED, _LISTED = 100, 20  # items per page: OpenAI's limit and default
+_LARGE = 256 << 10  # bytes of JSON, 1 ms; more take a thread
+_MANY_ITEMS = 512  # 4 µs each (measured)
+_MOST_LISTED, _LISTED = 100, 20  # OpenAI's limit and default
 
 
 class KeepingWriter(NamedWriter):
-    """Writes an answer, and passes the final response to `keep`."""
+    """Writes an answer; passes the final response to `keep`."""
 
     def __init__(self, reply: ResponseReply, head: Mapping[str, Any], keep: Callable[[bytes], None]) -> None:
         super().__init__(reply, head)
@@ -86,13 +86,13 @@ class Job:
 
     task: asyncio.Task[None]
     reply: ResponseReply
-    num_bytes: int  # of the body and the earlier conversation
-    kept: asyncio.Future[None]  # done when the response is stored
+    num_bytes: int
+    kept: asyncio.Future[None]  # done once stored
     writing: asyncio.Future[bytes] | None = None
 
 
 class ResponseEndpoints:
-    """Handlers of the routes."""
+    """Handlers of the Responses API."""
 
     def __init__(self, answering: Answering, tracer: Tracer, places: CallLimit) -> None:
         self._serving, self._options = answering.serving, answering.options
@@ -158,7 +158,6 @@ class ResponseEndpoints:
         return TextAnswer(**parts, writer=writer)
 
     async def count(self, request: Request) -> ASGIApp:
-        """Count the input tokens of a request."""
         reply, _ = await self._reply_of(request, ResponseReply)
         self._answering.parts(request, reply)  # reports ignored fields
         self._serving.check_text("request_id", reply.request_id)
@@ -167,7 +166,6 @@ class ResponseEndpoints:
         return _json(dumps({"object": "response.input_tokens", "input_tokens": len(ids)}))
 
     async def compact(self, request: Request) -> ASGIApp:
-        """Compact a conversation into a summary."""
         self._serving.check_room(request.scope[CLIENT], pools=False)
         reply, _ = await self._reply_of(request, CompactionReply)
         reply.bound(self._serving.engine.model.max_model_len)
@@ -275,7 +273,6 @@ class ResponseEndpoints:
     async def _kept_items(
         self, ids: set[str], client: str, kept_here: ConnectionResponses | None
     ) -> Mapping[str, Item]:
-        """Return stored items by id, without those that are missing."""
         found = []
         for response_id in {response_id_of(each) for each in ids}:
             try:
@@ -327,7 +324,7 @@ class ResponseEndpoints:
                 written.set_result(dumps(reply.snapshot()))
                 finish(written)
 
-        task.add_done_callback(end)  # not `finally`: a task cancelled immediately never starts
+        task.add_done_callback(end)  # a task cancelled immediately never starts
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:
@@ -351,7 +348,7 @@ class ResponseEndpoints:
             span.end(failure)
 
     async def _end_job(self, client: str, response_id: str) -> Job | None:
-        """Return once the cancelled response has ended."""
+        """Cancel a background response; return it once stored."""
         job = self._jobs.get((client, response_id))
         if job is not None:
             job.task.cancel()

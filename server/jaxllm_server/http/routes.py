@@ -1,4 +1,4 @@
-"""`ApiRoute` and `Body`: a route's handler and its description."""
+"""A route's handler and description."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/htm
 
 
 class Body(NamedTuple):
-    """The request body of a route."""
+    """A route's request body."""
 
     name: str
     summary: str
     fields: Collection[str]
     required: tuple[str, ...]
     example: Mapping[str, Any]
-    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
+    unbuilt: Mapping[str, tuple[Any, ...]] = {}  # with accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # schemas of fields that `SHAPES` lacks or that differ from it
+    shapes: Mapping[str, Schema] = {}  # if different from `SHAPES`
 
     @classmethod
     def of(
@@ -42,7 +42,7 @@ class Body(NamedTuple):
 
 
 class Invoked(NamedTuple):
-    """The functions that answer a route's body on `/invocations`."""
+    """The functions that answer a body on `/invocations`."""
 
     make_reply: Callable[..., Any]
     write: Callable[[Request, Any], ASGIApp]
@@ -50,20 +50,19 @@ class Invoked(NamedTuple):
 
 @dataclass(frozen=True)
 class ApiRoute:
-    """A route of the front end."""
+    """An HTTP route."""
 
     path: str
     run: Run
     methods: Sequence[str] = ("POST",)
     bodies: Sequence[Body] = ()  # alternatives
-    media: Sequence[str] = (JSON,)  # of answers, except event streams
-    pools: bool | None = None  # True: for pooling models, False: for generating models
-    is_offered: bool = True  # shown on this server's pages
+    media: Sequence[str] = (JSON,)
+    pools: bool | None = None  # False: for generating models
+    is_offered: bool = True
     is_bounded: bool = True  # counted against `max_rpcs`
     label: str = ""  # in metrics; "": `name`
     invoked: Invoked | None = None
 
     @property
     def name(self) -> str:
-        """The path, in OpenAPI's form."""
         return self.path.replace(":path", "")

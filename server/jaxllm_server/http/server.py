@@ -1,4 +1,4 @@
-"""uvicorn's server on sockets that listen already, without its signal handling."""
+"""uvicorn's server on listening sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm_server.access.listener import Listener
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server for sockets that are already listening."""
+    """uvicorn's server on listening sockets, without its signal handling."""
 
     def __init__(self, config: uvicorn.Config, handshake_seconds: float | None = None) -> None:
         super().__init__(config)
@@ -22,11 +22,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: the caller handles signals."""
+        """Leave signals to the caller."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept with `Listener` instead of the event loop's servers."""
         await super().startup(sockets=[])
         make = cast(Any, self.config.http_protocol_class)
         loop = asyncio.get_running_loop()

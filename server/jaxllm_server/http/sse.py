@@ -1,4 +1,4 @@
-"""Serializes JSON and server-sent events; older APIs end with `data: [DONE]`. Pure."""
+"""Serializes JSON and server-sent events. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxllm_server.shared.repeated import Continued, Repeated
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-FEW = 256  # list items serialized at once
-# ASCII only: some clients, such as httpx's iter_lines, also split lines at U+2028 and U+0085.
+FEW = 256
+# ASCII: some clients, such as httpx's iter_lines, also split lines at U+2028 and U+0085.
 _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize a value as compact ASCII JSON; raise ValueError for NaN and infinities."""
+    """Serialize to compact ASCII JSON; raise ValueError for NaN and infinities."""
     return _encode(value).encode("ascii")
 
 
 def dumps_large(value: Any) -> bytes:
-    """Write in pieces so that other threads run: the C encoder holds the GIL."""
+    """Serialize in pieces, between which other threads run: the C encoder holds the GIL."""
     return b"".join(pieces_of(value))
 
 

@@ -1,6 +1,6 @@
-"""HTTP routes about the server: models, state, load and metrics.
+"""HTTP routes about the server.
 
-`/health`, `/live` and `/ready` read the engine's state without waiting for it.
+Probes read the engine's state without waiting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOW = Body(
 
 
 class StatusEndpoints:
-    """Handlers of the routes about the server: models, state, load and metrics."""
+    """Handlers of models, state, load and metrics."""
 
     def __init__(self, answering: Answering, observer: PrometheusObserver | None) -> None:
         self._serving, self._options = answering.serving, answering.options
@@ -87,7 +87,6 @@ class StatusEndpoints:
         return json_response({"models": [ollama_model(card) for card in self._cards()]})
 
     async def ollama_show(self, request: Request) -> ASGIApp:
-        """Describe a model in Ollama's form."""
         asked = asked_name(await self._bodies.json(request), self._options.unknown_fields)
         self._serving.check_model(asked)
         pools = self._serving.engine.model.pooler is not None

@@ -1,7 +1,4 @@
-"""A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts.
-
-`websockets` parses frames; limits on messages, frames and stalled clients are here.
-"""
+"""A server-side WebSocket (RFC 6455) that receives one message at a time and sends texts."""
 
 from __future__ import annotations
 
@@ -27,19 +24,19 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 _KEY_BYTES = 16
-_PIECE = 4096  # bytes parsed before frames are counted
-_FRAME = 1 << 20  # maximum bytes per sent frame
-# Limits of frames, which take 15 µs each (measured): burst, per second, per KiB. A message counts until it is taken.
+_PIECE = 4096  # parsed before frames are counted
+_FRAME = 1 << 20
+# Frames, 15 µs each (measured): burst, per second, per KiB. A message counts until taken.
 _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
 _CLOSE_SECONDS = 5.0
 
 
-# Charges a message's bytes while it is held; see `Entry.charge`.
+# Charges a message's bytes while held; see `Entry.charge`.
 Place = Callable[[], AbstractContextManager[Callable[[int], None]]]
 
 
 def answer_headers(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Return the headers that accept a WebSocket; raises Refusal for an unsupported version or an invalid key."""
+    """Return the headers that accept a WebSocket; raise Refusal for another version or an invalid key."""
     given = {name: value for name, value in headers if name.startswith(b"sec-websocket-")}
     if given.get(b"sec-websocket-version") != b"13":
         raise Refusal(400, "Sec-WebSocket-Version must be 13.", "BAD_HEADER", closes=True)
@@ -60,7 +57,7 @@ class WebSocket:
         flow: FlowControl,
         *,
         max_bytes: int,
-        stall_seconds: float | None,  # for a complete message, and for a silent client's pong
+        stall_seconds: float | None,  # for a complete message; for a silent client's pong
         place: Place,
     ) -> None:
         self._transport = transport
@@ -72,17 +69,17 @@ class WebSocket:
         self._pieces: list[BytesLike] = []
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
-        self._held = ExitStack()  # charges received bytes until they are taken
+        self._held = ExitStack()
         self._grow = self._held.enter_context(place())
         self._is_coming = False
-        self._is_silent = False  # nothing received since the last ping
+        self._is_silent = False
         self._late: asyncio.TimerHandle | None = None
         self._aborting: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         if stall_seconds is not None:
             self._watch = self._loop.call_later(stall_seconds, self._expect_more)
-        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance at that time
-        self.ended = asyncio.Event()  # no further messages; the client may not have closed yet
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance then
+        self.ended = asyncio.Event()  # no further messages; the client may not have closed
 
     async def receive(self) -> bytes | None:
         """Wait for a message's text, charged until `release`; None at the end."""
@@ -104,10 +101,10 @@ class WebSocket:
         if not self.ended.is_set():
             self._grow = self._held.enter_context(self._place())
             rest = sum(map(len, (*self._messages, *self._pieces, self._protocol.reader.buffer)))
-            self._grow(rest)  # already charged before
+            self._grow(rest)  # charged before
 
     async def send(self, text: bytes) -> None:
-        """Wait for the client to read; do nothing after the end."""
+        """Send a text as the client reads; do nothing after the end."""
         for start in range(0, len(text), _FRAME):
             if self._flow.write_paused:
                 await self._flow.drain()
@@ -118,10 +115,7 @@ class WebSocket:
             self._write()
 
     def close(self, code: int = CloseCode.NORMAL_CLOSURE, reason: str = "") -> None:
-        """Send a close frame, and end the connection within seconds, even if the client does not respond.
-
-        Do nothing if it is already closing.
-        """
+        """Send a close frame; end the connection within seconds even without a response."""
         if self._protocol.state is State.OPEN and not self.ended.is_set():
             self._protocol.send_close(code, reason)
             self._write()
@@ -131,7 +125,7 @@ class WebSocket:
         for start in range(0, len(data), _PIECE):
             self._read(data[start : start + _PIECE])
         if not self.ended.is_set() and (self._messages or self._flow.write_paused):
-            self._flow.pause_reading()  # otherwise pongs would accumulate
+            self._flow.pause_reading()  # pongs would accumulate
 
     def resume(self) -> None:
         if not self._messages:
@@ -195,7 +189,7 @@ class WebSocket:
             elif self._transport.can_write_eof():
                 self._transport.write_eof()
             else:
-                self._transport.close()  # TLS does not support half-closed connections
+                self._transport.close()  # TLS connections cannot be half-closed
         if self._protocol.state is not State.OPEN:
             self._end()
 
@@ -203,7 +197,7 @@ class WebSocket:
         self.close(CloseCode.POLICY_VIOLATION, f"a message was not received within {self._stall_seconds:g} seconds")
 
     def _expect_more(self) -> None:
-        """Disconnect if the client did not respond to the last ping."""
+        """Disconnect a client that did not respond to the last ping; else send one."""
         assert self._stall_seconds is not None
         reads = not self._messages and not self._flow.write_paused
         if reads and self._is_silent:

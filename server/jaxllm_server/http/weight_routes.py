@@ -1,4 +1,4 @@
-"""HTTP routes, by vLLM's names, with which an administrator pauses an engine, lets it sleep, and updates weights."""
+"""HTTP routes, by vLLM's names, that pause an engine and update weights."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class WeightHandlers:
         mode, clear = _mode(request), request.query_params.get("clear_cache")
         if clear not in (None, "true", "false"):
             raise UserError(f"clear_cache must be true or false, got {clear!r:.80}.", "clear_cache")
-        # As in vLLM, kept requests keep the cache.
+        # Kept requests keep the cache, as in vLLM.
         await self._serving.engine.pause(mode, None if clear is None or mode == "keep" else clear == "true")
         return json_response({"status": "paused"})
 
@@ -120,7 +120,6 @@ class WeightHandlers:
         return json_response({"is_paused": self._serving.engine.is_paused})
 
     async def init(self, request: Request) -> ASGIApp:
-        """Check that updates of the weights can be received."""
         backend = await self._bodies.read(request, weights.init_request_of)
         await self._serving.engine.init_weight_transfer_engine(backend)
         return json_response({"message": "Weight transfer initialized"})
@@ -131,14 +130,12 @@ class WeightHandlers:
         return json_response({"message": "Weight update started"})
 
     async def update(self, request: Request) -> ASGIApp:
-        """Replace the weights. Without /start_weight_update this is a whole update, and returns its version."""
         path, version = await self._bodies.read(request, weights.update_request_of)
         folder = weight_calls.weight_folder(self._options, path, "update_info")
         version = await self._serving.engine.update_weights(folder, weight_version=version)
         return json_response({"message": "Weights updated", "weight_version": version})
 
     async def finish(self, request: Request) -> ASGIApp:
-        """End an update of the weights."""
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         version = await self._bodies.read(request, weights.finish_request_of) if has_body else None
         version = await self._serving.engine.finish_weight_update(version)

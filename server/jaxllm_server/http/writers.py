@@ -1,4 +1,4 @@
-"""Serializes answers: complete, or as a stream in the framing of the API."""
+"""Serializes answers, whole or in the API's streaming format."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ Write: TypeAlias = Callable[[Any], bytes]
 
 
 class Writer(Protocol):
-    """Serializes one answer. Its only state is the progress of the output."""
+    """Serializes one answer; its only state is the output's progress."""
 
     media_type: bytes
 
     def whole(self, chunks: Sequence[Chunk], write: Write = dumps) -> bytes:
-        """Return the complete answer, from one chunk per call. Thread-safe."""
+        """Return the whole answer, from one chunk per call. Thread-safe."""
         ...
 
     def finish(self, content: bytes) -> None:
-        """Receive the complete answer as serialized by `whole`, before it is sent, for example to store it."""
+        """Receive the result of `whole` before it is sent."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> bytes:
-        """Return a chunk of call `number`, possibly empty."""
+        """Return call `number`'s chunk as events, possibly empty."""
         ...
 
     def end(self) -> bytes:
-        """Return the last bytes of a stream; may raise an error instead."""
+        """Return a stream's last bytes, or raise an error."""
         ...
 
     def failure(self, error: Exception) -> bytes: ...
 
 
 class EventReply(CallsReply, Protocol):
-    """A request of an API with several event types in a stream, named by `type`. `begin` is called first."""
+    """A request of an API with several event types; `begin` is called first."""
 
     calls: Sequence[Call]
     is_stream: bool
@@ -52,7 +52,7 @@ class EventReply(CallsReply, Protocol):
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the events of call `number`'s chunk; the first chunk also opens the stream."""
+        """Return the events of call `number`'s chunk; the first one opens the stream."""
         ...
 
     def last_events(self) -> list[dict[str, Any]]: ...
@@ -61,7 +61,7 @@ class EventReply(CallsReply, Protocol):
 
 
 class ChunkWriter:
-    """Writes answers of completions and chats; the stream ends with `[DONE]`."""
+    """Writes completions and chats; the stream ends with `[DONE]`."""
 
     media_type = b"text/event-stream; charset=utf-8"
 

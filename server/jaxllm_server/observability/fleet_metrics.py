@@ -1,4 +1,4 @@
-"""Prometheus metrics of several engines, with the label `engine`."""
+"""Prometheus metrics of several engines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm_server.observability.prometheus import FinishedByAdapter, Prometheus
 
 
 class FleetObserver(PrometheusObserver):
-    """The observer of the first engine, which also reports the others."""
+    """The first engine's observer, which also reports the others."""
 
     def __init__(self, client: EngineClient, model_name: str, adapters: FinishedByAdapter) -> None:
         first, *others = client.engines
@@ -25,7 +25,7 @@ class FleetObserver(PrometheusObserver):
         handled = {family.name for family in self._handled_families()}
         for other in self._others:
             for family in other.collect():
-                if family.name in handled:  # front-end metrics exist once
+                if family.name in handled:
                     continue
                 known = families.setdefault(family.name, family)
                 if known is not family:

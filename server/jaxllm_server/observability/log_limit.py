@@ -1,4 +1,4 @@
-"""Rate limit for log lines that any client can trigger."""
+"""Rate limit for log lines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 SECONDS = 10.0
-_MOST_LINES = 64  # remembered lines; a line with a request id does not recur
+_MOST_LINES = 64  # lines with a request id do not recur
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes each line of some loggers once per ten seconds, and counts the suppressed repetitions.
+    """Passes each line of some loggers once per ten seconds, and counts suppressed ones.
 
-    Add it to a handler: filters of loggers would outlive the handler.
+    For handlers: filters of loggers would outlive the handler.
     """
 
     def __init__(self, *names: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class RateLimitFilter(logging.Filter):
         self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. Without a lock: only the event loop writes these lines."""
+        """Return whether to log a record. Without a lock: only the event loop writes these."""
         if record.name not in self._names or record.exc_info:
             return True
         line, now = record.getMessage(), self._clock()
@@ -35,5 +35,5 @@ class RateLimitFilter(logging.Filter):
             record.msg, record.args = f"{line} (repetitions not shown: {num_left_out})", None
         self._lines[line] = now, 0
         if len(self._lines) > _MOST_LINES:
-            del self._lines[next(iter(self._lines))]  # the oldest
+            del self._lines[next(iter(self._lines))]
         return True

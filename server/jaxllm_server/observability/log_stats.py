@@ -1,4 +1,4 @@
-"""A periodic log line of throughput and load in vLLM's format."""
+"""Log lines of throughput in vLLM's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Engine(Protocol):
 
 
 class Counts(NamedTuple):
-    """The counters of the line at one time."""
+    """Counters at a time."""
 
     seconds: float
     prompt_tokens: int
@@ -33,9 +33,9 @@ def counts_of(metrics: Metrics, now: float) -> Counts:
 
 
 def stats_line(before: Counts, after: Counts, load: Load) -> str | None:
-    """Return None if the engine was idle.
+    """Return the line, or None if the engine was idle.
 
-    The hit rate covers prompts begun in the interval, else all earlier ones.
+    The hit rate covers prompts begun in the interval, else all.
     """
     prompts = after.prompt_tokens - before.prompt_tokens
     generated = after.generated_tokens - before.generated_tokens

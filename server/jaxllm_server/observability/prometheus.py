@@ -1,7 +1,7 @@
 """Prometheus metrics: vLLM's families with prefix `jaxllm:`, and further ones.
 
 Names, buckets and labels are vLLM's (v1/metrics/loggers.py). Label values are from closed sets, so clients cannot
-create series. A scrape never waits for the engine. Used on the event loop.
+create series. Used on the event loop, never waiting for the engine.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-CLIENT_GONE = 499  # client closed the connection: nginx's status, not in HTTPStatus
+CLIENT_GONE = 499  # nginx's, not in HTTPStatus
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {
@@ -107,7 +107,7 @@ _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 _HANDLING = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHARE = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 
-# Name without prefix, documentation, buckets.
+# Name, documentation, buckets.
 HISTOGRAMS: tuple[tuple[str, str, Sequence[float]], ...] = (
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of an output.", _TOKENS),
@@ -182,10 +182,7 @@ _DEVICE_BYTES = MappingProxyType({"bytes_in_use": "in_use", "peak_bytes_in_use":
 
 
 class Histogram:
-    """A Prometheus histogram with upper `bounds` of its buckets.
-
-    `observe(value, count)` adds a value `count` times, in a few hundred nanoseconds regardless of `count`.
-    """
+    """A Prometheus histogram with upper `bounds` of its buckets."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -197,7 +194,7 @@ class Histogram:
         self._sum += value * count
 
     def buckets(self, highest: float = math.inf) -> tuple[list[tuple[str, float]], float]:
-        """Return cumulative counts up to `highest`, and the sum of values."""
+        """Return cumulative counts up to `highest`, and the values' sum."""
         totals = list(accumulate(self._counts))
         shown = [
             (str(float(bound)), total) for bound, total in zip(self.bounds, totals, strict=False) if bound <= highest
@@ -206,7 +203,7 @@ class Histogram:
 
 
 class FinishedRequests(Protocol):
-    """The finished requests of an adapter."""
+    """An adapter's finished requests."""
 
     @property
     def name(self) -> str: ...
@@ -216,12 +213,10 @@ class FinishedRequests(Protocol):
 
 
 class FinishedByAdapter(Protocol):
-    """The finished requests of all adapters."""
+    """All adapters' finished requests."""
 
     @property
-    def num_finished_others(self) -> int:
-        """Requests of unloaded adapters."""
-        ...
+    def num_finished_others(self) -> int: ...
 
     def __iter__(self) -> Iterator[FinishedRequests]: ...
 
@@ -254,16 +249,16 @@ class PrometheusObserver(Collector):
         histograms["batch_occupancy"].observe(report.num_rows / max(self._engine.get_load().max_running, 1))
 
     def tokens(self, seconds: float, count: int, is_first: bool) -> None:
-        """Observe the latency of new tokens; tokens that arrive together share it equally."""
+        """Observe the latency of new tokens, which those that arrive together share equally."""
         if is_first:
             self._histograms["time_to_first_token_seconds"].observe(seconds)
         else:
             self._histograms["inter_token_latency_seconds"].observe(seconds / count, count)
 
     def finished(self, output: RequestOutput, params: SamplingParams) -> None:
-        """Observe the lengths and durations of a finished request.
+        """Observe a finished request.
 
-        Prompt tokens count once per request, as in `prompt_tokens_total`; in vLLM once per output.
+        Prompt tokens count once per request, in vLLM once per output.
         """
         histograms = self._histograms
         lengths = [len(completion.token_ids) for completion in output.outputs]
@@ -300,7 +295,7 @@ class PrometheusObserver(Collector):
         """Record an answered call.
 
         `protocol` is "http" or "grpc"; `route` a template such as `/v1/completions`, or `package.Service/Method`;
-        `code` an HTTP status (499: client closed) or a gRPC code. Unknown routes and codes become "other".
+        `code` an HTTP status or gRPC code. Unknown ones become "other".
         """
         known_routes, known_codes = _ROUTES[protocol], _CODES[protocol]
         route = route if protocol == "http" else route.removeprefix("/")
@@ -319,7 +314,7 @@ class PrometheusObserver(Collector):
         yield from self._handled_families()
 
     def describe(self) -> Iterable[Metric]:
-        """Return no descriptions: the engine may not be loaded yet."""
+        """Return nothing: the engine may not be loaded."""
         return ()
 
     def _engine_families(self) -> Iterator[Metric]:
@@ -368,7 +363,7 @@ class PrometheusObserver(Collector):
     def _adapter_families(self, load: Load) -> Iterator[Metric]:
         """Yield the adapters in use, as labels of one sample, and finished requests by adapter.
 
-        Routers read the newest sample, whose value is the time.
+        Routers read the newest sample: its value is the time.
         """
         labels = {
             "max_lora": str(self._engine.config.max_loras),
@@ -395,10 +390,7 @@ class PrometheusObserver(Collector):
             yield family
 
     def _device_families(self) -> Iterator[Metric]:
-        """Yield metrics of programs and device memory.
-
-        None while the model is loading, when querying JAX would block.
-        """
+        """Yield metrics of programs and device memory; nothing during loading, when querying JAX would block."""
         report = self._engine.device_report()
         if report is None:
             return

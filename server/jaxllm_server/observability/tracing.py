@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, as children of the client's `traceparent`.
 
-`current_span` lets other code add attributes, with vLLM's names (vllm/tracing.py: `llm_request`, `gen_ai.*`). The
-packages, in `jaxllm[otel]`, are imported only if an endpoint is set.
+Attributes have vLLM's names (vllm/tracing.py). The packages, in `jaxllm[otel]`, are imported only if an endpoint is
+set.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
-_MOST_CHARACTERS = 256  # of an error's text
+_MOST_CHARACTERS = 256  # of an error
 FAREWELL_SECONDS = 2.0
 
 
 class Span:
-    """The span of a call; this class, without tracing, does nothing."""
+    """A call's span; this class, without tracing, does nothing."""
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        """Set attributes, except those that are None; `name` renames the span."""
+        """Set attributes that are not None; `name` renames the span."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the span, as failed for an `error` other than a cancellation. Only the first call counts."""
@@ -42,7 +42,7 @@ _current: ContextVar[Span] = ContextVar("jaxllm_span", default=NO_SPAN)
 
 
 def current_span() -> Span:
-    """Return the span of the current call; outside of calls, one that does nothing."""
+    """Return the current call's span, or one that does nothing."""
     return _current.get()
 
 
@@ -53,18 +53,18 @@ class Tracer:
     def from_endpoint(endpoint: str | None) -> Tracer:
         """Return a tracer that exports over OTLP/HTTP, such as to http://localhost:4318; None disables tracing.
 
-        The default path is /v1/traces. OpenTelemetry's environment variables apply.
+        OpenTelemetry's environment variables apply.
         """
         if endpoint is None:
             return Tracer()
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start the task's current span, in the client's trace if any; an invalid `traceparent` is ignored."""
+        """Start the task's current span, in the client's trace if valid."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Export the remaining spans and stop, within two seconds."""
+        """Export the remaining spans, within two seconds, and stop."""
 
 
 def request_attributes(
@@ -75,7 +75,6 @@ def request_attributes(
     prompt_tokens: int,
     completion_tokens: int,
 ) -> dict[str, Attribute | None]:
-    """Return attributes by vLLM's names; times in seconds."""
     attributes: dict[str, Attribute | None] = {
         "gen_ai.response.model": model,
         "gen_ai.request.id": request_id,
@@ -104,13 +103,11 @@ def _between(start: float | None, end: float | None) -> float | None:
 
 
 class _RecordedSpan(Span):
-    """A span that is exported when it ends."""
-
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def set(self, attributes: Mapping[str, Attribute | None], name: str | None = None) -> None:
-        if not self._span.is_recording():  # ended, or not sampled
+        if not self._span.is_recording():
             return
         if name is not None:
             self._span.update_name(name)
@@ -129,7 +126,7 @@ class _RecordedSpan(Span):
 
 
 class _RecordingTracer(Tracer):
-    """A tracer with a separate provider, leaving OpenTelemetry's global one unused."""
+    """A tracer that does not use OpenTelemetry's global provider."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -149,7 +146,7 @@ class _RecordingTracer(Tracer):
         return span
 
     def close(self) -> None:
-        # OpenTelemetry's shutdown waits up to 30 s for an unreachable collector (measured with 1.45).
+        # OpenTelemetry waits 30 s for an unreachable collector (measured with 1.45).
         closing = threading.Thread(target=self.provider.shutdown, name="jaxllm-tracing-close", daemon=True)
         closing.start()
         closing.join(FAREWELL_SECONDS)
@@ -181,7 +178,7 @@ def tracer_to(exporter: SpanExporter) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
-    # `close` flushes; waiting at exit could hang on the collector.
+    # `close` flushes; at exit this could hang.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

@@ -1,1 +1,1 @@
-"""Ollama's API: converts bodies to calls and chunks to lines of JSON. Pure."""
+"""Ollama's API. Pure."""

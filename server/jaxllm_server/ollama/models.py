@@ -1,7 +1,4 @@
-"""Describe served models in Ollama's form. Pure.
-
-Fields about a model file or family are empty, which clients accept.
-"""
+"""Model descriptions in Ollama's form; clients accept empty fields about files. Pure."""
 
 from __future__ import annotations
 

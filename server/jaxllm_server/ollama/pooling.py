@@ -1,4 +1,4 @@
-"""Convert bodies of `/api/embed` to calls, and vectors to answers, as in Ollama's docs/api.md. Pure."""
+"""`/api/embed`: bodies to calls, vectors to answers, as in Ollama's docs/api.md. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Convert bodies of `/api/chat` and `/api/generate` to calls, and chunks to lines of JSON.
-
-Pure. Names and meanings are those of Ollama's docs/api.md.
-"""
+"""`/api/chat` and `/api/generate`: calls and lines of JSON, as in Ollama's docs/api.md. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)
-# Options of loading and memory layout, and samplers that only llama.cpp has.
+# Of loading and memory, and samplers of llama.cpp.
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -37,7 +34,7 @@ _UNBUILT_OF_GENERATE = {**_UNBUILT, "suffix": ("",), "template": ("",), "context
 
 
 class _Reply:
-    """The calls of a body and the conversion of their chunks. Raises `UserError` for a wrong shape."""
+    """A body's calls and the conversion of their chunks."""
 
     id_prefix = ""
     ignored: list[str]
@@ -62,7 +59,7 @@ class _Reply:
             )
         ]
         self._head: dict[str, Any] = {}
-        self._tools: dict[int, tuple[str, list[str]]] = {}  # name and argument pieces by call
+        self._tools: dict[int, tuple[str, list[str]]] = {}
         self._last: Chunk
 
     def begin(self, head: Mapping[str, Any]) -> None:
@@ -95,7 +92,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
-        """Return the tool calls in Ollama's form, without truncated ones."""
+        """Return the tool calls in Ollama's form, except truncated ones."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]

@@ -1,4 +1,4 @@
-"""Reads the bodies of vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
+"""Bodies of vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter`. Pure."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def load_request_of(body: Body) -> tuple[str, str, bool]:
 
 
 def unload_request_of(body: Body) -> str:
-    """Return the name of the adapter to unload; `lora_int_id` is ignored, as in vLLM."""
+    """Return the adapter's name; `lora_int_id` is ignored, as in vLLM."""
     return text(given(body, UNLOAD_FIELDS, {}), "lora_name") or ""

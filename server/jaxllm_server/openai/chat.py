@@ -32,7 +32,7 @@ _UNBUILT = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "functions": ([],),  # OpenAI's former names of tools and tool_choice
+    "functions": ([],),  # former names of tools and tool_choice
     "function_call": ("none", "auto"),
 }
 _FIELDS = (
@@ -47,7 +47,7 @@ _VERBOSITIES = ("low", "medium", "high")
 
 
 class ChatReply:
-    """Reads a request of `/v1/chat/completions` and builds its answer. `request_id` is the default id."""
+    """Reads a request of `/v1/chat/completions` and builds its answer."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "chatcmpl-"
@@ -58,7 +58,7 @@ class ChatReply:
         self.ignored: list[str] = []
         body = with_transferred_ids(body)
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
-        # Validated, then ignored: templates cannot use `verbosity`, and `prediction` only affects speed.
+        # Validated, then ignored: templates cannot use `verbosity`; `prediction` only affects speed.
         one_of(fields, "verbosity", _VERBOSITIES)
         mapping(fields, "prediction")
         sampling = sampling_of(fields)
@@ -98,7 +98,7 @@ class ChatReply:
         choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
-            # A forced call has no content to constrain; as in vLLM (tool_parsers/abstract_tool_parser.py,
+            # A forced call has no content to constrain, as in vLLM (tool_parsers/abstract_tool_parser.py,
             # adjust_request).
             sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
@@ -175,9 +175,7 @@ class ChatReply:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Add the usage so far to the `tail` of an event, if requested; the chunk's parts from `place` on do not count
-        yet.
-        """
+        """Add the usage to an event's `tail`, if requested, without the chunk's parts from `place` on."""
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:
@@ -225,9 +223,7 @@ class ChatReply:
         return delta
 
     def _finish_reason(self, part: Part) -> str | None:
-        """Return a part's finish reason; "stop" for the call of a named tool, as vLLM's
-        openai/chat_completion/serving.py.
-        """
+        """Return a part's finish reason; "stop" for a named tool (vLLM's openai/chat_completion/serving.py)."""
         reason = finish_reason(part)
         return "stop" if reason == "tool_calls" and self._is_named else reason
 
@@ -285,7 +281,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under vLLM's name and its former one, which is also DeepSeek's."""
+    """Return the reasoning under vLLM's name and DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

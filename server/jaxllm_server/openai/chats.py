@@ -15,7 +15,7 @@ from jaxllm_server.openai.replies import usage_fields
 from jaxllm_server.requests.fields import Body
 from jaxllm_server.shared.options import ServerOptions
 
-# vLLM's limits. `prompt_token_ids` could not differ between conversations.
+# vLLM's limits. `prompt_token_ids` could not differ.
 _UNBUILT: Mapping[str, tuple[Any, ...]] = {
     **ChatReply.unbuilt,
     "n": (1,),
@@ -30,7 +30,7 @@ _UNBUILT: Mapping[str, tuple[Any, ...]] = {
 
 
 class ChatsReply(ChatReply):
-    """Answers several conversations with the same parameters."""
+    """Answers several conversations."""
 
     unbuilt = _UNBUILT
 
@@ -55,7 +55,6 @@ class ChatsReply(ChatReply):
         ]
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the answer; a choice's index is its conversation's."""
         choices = []
         for number, (call, chunk) in enumerate(zip(self.calls, chunks, strict=True)):
             answer = self.answer(chunk, call.messages or ())

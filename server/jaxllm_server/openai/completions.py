@@ -1,4 +1,4 @@
-"""`/v1/completions`: requests to one call per prompt, chunks to choices. Pure."""
+"""`/v1/completions`: a call per prompt. Pure."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ _FIELDS = SHARED | _UNBUILT.keys() | {"prompt", "suffix", "echo", "best_of"}
 
 
 class CompletionReply:
-    """Reads a request of `/v1/completions` and builds its answer. Choices are numbered prompt by prompt.
-
-    `request_id` is the default id.
-    """
+    """Reads a request of `/v1/completions` and builds its answer; choices are numbered prompt by prompt."""
 
     fields, unbuilt = _FIELDS, _UNBUILT
     id_prefix = "cmpl-"
@@ -57,9 +54,8 @@ class CompletionReply:
         sampling = sampling_of(fields)
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
-        # The tokenizer's errors for `echo` concern "tokens".
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
-        # logprob_token_ids alone reports the listed and the sampled tokens.
+        # Alone, logprob_token_ids reports listed and sampled tokens.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self.is_stream = self.form.stream
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
@@ -67,7 +63,7 @@ class CompletionReply:
             sampling.setdefault("prompt_logprobs", self.form.num_logprobs)
             self.names = {**self.names, "prompt_logprobs": "logprobs"}
         self.echo_of = prompts if flag(fields, "echo", False) else []
-        # echo with max_tokens 0 scores the prompt and generates nothing, as in OpenAI's API and vLLM.
+        # echo with max_tokens 0 scores the prompt, as at OpenAI and vLLM.
         asked, least = fields.get("max_tokens"), fields.get("min_tokens")
         self._scores_prompt = bool(self.echo_of) and type(asked) is int and asked == 0 and not least
         if self._scores_prompt:
@@ -80,7 +76,7 @@ class CompletionReply:
         self._chooses = num_candidates is not None
         if num_candidates is not None:
             sampling["n"] = num_candidates
-            sampling.setdefault("logprobs", 0)  # the sampled tokens', to rank candidates
+            sampling.setdefault("logprobs", 0)  # to rank candidates
             self.names = {**self.names, "n": "best_of"}
         check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         if len(prompts) > 1 and fields.get("kv_transfer_params"):
@@ -132,7 +128,7 @@ class CompletionReply:
         return {"choices": [], "usage": usage_fields(self._usages.values(), self.form)}
 
     def _choices(self, number: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
-        """Yield the choices of a call's chunk, setting `_usages` for each to the tokens up to and including it."""
+        """Yield the choices of a call's chunk; set `_usages` for each to the tokens so far."""
         if self._chooses:
             chunk = replace(chunk, outputs=_best(chunk.outputs, self._num_outputs))
         chunk = _without_output(chunk) if self._scores_prompt else chunk
@@ -188,8 +184,7 @@ class CompletionReply:
 def numbered(request_id: str, number: int, most: int) -> str:
     """Append `-number` to a request id.
 
-    If the result would exceed `most` characters, a digest replaces the end of the id; an id that alone exceeds them is
-    not shortened, so that validation refuses it.
+    Beyond `most` characters, a digest replaces the id's end; a longer id stays, to be refused.
     """
     numbered = f"{request_id}-{number}"
     if len(numbered) <= most or len(request_id) > most:
@@ -257,7 +252,7 @@ def _check_together(fields: Body, has_echo: bool, has_suffix: bool) -> None:
 
 
 def _without_output(chunk: Chunk) -> Chunk:
-    """Remove the one generated token: the engine cannot run a request without output."""
+    """Remove the one generated token: the engine cannot run without output."""
     parts = [
         replace(
             part,
@@ -273,7 +268,6 @@ def _without_output(chunk: Chunk) -> Chunk:
 
 
 def _says_something(part: Part, form: Form) -> bool:
-    """Return whether a choice has content; a possible stop string is held back."""
     return bool(
         not form.stream
         or part.text
@@ -284,7 +278,7 @@ def _says_something(part: Part, form: Form) -> bool:
 
 
 class Offset:
-    """The character offset of the next token, without incomplete characters."""
+    """The next token's character offset, without incomplete characters."""
 
     def __init__(self, start: int) -> None:
         self.characters = start
@@ -305,9 +299,9 @@ def columns_of(
     form: Form,
     first: tuple[int, Logprob] | None = None,
 ) -> dict[str, list[Any]] | None:
-    """Return the columns of OpenAI's `logprobs`, an entry per token; advance `offset` to the end of the tokens.
+    """Return the columns of OpenAI's `logprobs`, an entry per token; advance `offset`.
 
-    `first` is the first token of an echoed prompt, which has no log-probability.
+    `first` is an echoed prompt's first token, which has no log-probability.
     """
     if entries is None or form.num_logprobs is None:
         return None
@@ -329,7 +323,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
-    """Return log-probabilities by token text; tokens with equal texts by id."""
+    """Return log-probabilities by token text, or by id if texts are equal."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

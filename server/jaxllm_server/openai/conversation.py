@@ -12,7 +12,7 @@ CONVERSATION = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
         *("chat_template", "chat_template_kwargs", "reasoning_effort"),
-        # Switches for thinking of DashScope and SGLang; Ollama; Z.ai and DeepSeek.
+        # Thinking: DashScope and SGLang; Ollama; Z.ai and DeepSeek.
         *("enable_thinking", "think", "thinking"),
     )
 )
@@ -21,7 +21,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def conversation_of(fields: Body) -> dict[str, Any]:
-    """Return the `Call` fields of the prompt; tools and template variables are validated later.
+    """Return the prompt's `Call` fields; tools and template variables are validated later.
 
     `prompt_token_ids` replace the rendered prompt (vllm-project/vllm#55771); messages then only serve for echo.
     """
@@ -52,7 +52,7 @@ def messages_of(messages: Any, name: str = "messages", may_be_empty: bool = Fals
 
 
 def _written_ids(fields: Body) -> list[int] | None:
-    """Return `prompt_token_ids`, if given, whose range the engine checks; refuse fields that would not affect them."""
+    """Return unchecked `prompt_token_ids`, or None; refuse fields that would not affect them."""
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
@@ -80,8 +80,7 @@ def with_transferred_ids(body: Body) -> Body:
 def _thinking(fields: Body) -> dict[str, Any]:
     """Return template variables for other servers' reasoning switches.
 
-    `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py, `reasoning_effort`
-    for a level.
+    `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")
@@ -117,4 +116,4 @@ def _message_in(message: Any, name: str) -> Mapping[str, Any]:
 def _tools(tools: Any) -> list[Any] | None:
     if tools is not None and not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
-    return tools or None  # some clients send an empty list
+    return tools or None

@@ -1,4 +1,4 @@
-"""`/invocations`, SageMaker's single route: selects a route by body and tasks, in vLLM's order. Pure."""
+"""`/invocations`, SageMaker's route: selects a route by body and tasks, in vLLM's order. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure.
-
-The first is OpenAI's, the last Jina's and Cohere's, the others and all extensions vLLM's.
-"""
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _UNBUILT_OF_INPUT = {**_UNBUILT, "messages": ()}
 _UNBUILT_OF_NUMBERS = {**_UNBUILT_OF_INPUT, "embed_dtype": ("float32",), "endianness": ("little", "native")}
 _UNBUILT_OF_PAIRS = {
     **_UNBUILT,
-    "truncation_side": ("right",),  # the second text of a pair is truncated at its end
+    "truncation_side": ("right",),  # cuts a pair's second text at its end
     "max_tokens_per_query": (0,),
     "max_tokens_per_doc": (0,),
     "max_chunks_per_doc": (),
@@ -46,7 +43,7 @@ _DOCUMENTS_PER_UNIT = 100  # Cohere's billing unit
 
 
 class PoolReply(ABC):
-    """Reads a request and builds its answer. `request_id` is the default id."""
+    """Reads a request and builds its answer."""
 
     id_prefix: str
     list_name = "data"
@@ -75,7 +72,6 @@ class PoolReply(ABC):
         return given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
 
     def items(self, results: Sequence[PoolResult], labels: Sequence[str]) -> Iterator[str]:
-        """Yield each item's JSON; results are in input order."""
         return (self._item(result, labels) for result in results)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
@@ -119,7 +115,7 @@ class EmbeddingReply(PoolReply):
 
 
 class PoolingReply(EmbeddingReply):
-    """Handles `/pooling`, for the task of the request or else of the model."""
+    """Handles `/pooling`, for the request's or model's task."""
 
     id_prefix = "pool-"
     fields = _OF_NUMBERS | {"normalize", "use_activation", "task"}
@@ -182,7 +178,7 @@ class ScoreReply(PoolReply):
 
 
 class RerankReply(PoolReply):
-    """Handles `/rerank`: sorts documents by relevance to a query."""
+    """Handles `/rerank`: sorts documents by relevance."""
 
     id_prefix = "rerank-"
     list_name = "results"
@@ -212,7 +208,6 @@ class RerankReply(PoolReply):
         return super().items(ranked[: self._top or None], labels)
 
     def tail(self, results: Sequence[PoolResult]) -> dict[str, Any]:
-        """Write the usage in Jina's form and in Cohere's."""
         billed = {"search_units": -(-len(results) // _DOCUMENTS_PER_UNIT)}
         return super().tail(results) | {"meta": {"api_version": {"version": "2"}, "billed_units": billed}}
 
@@ -223,7 +218,7 @@ class RerankReply(PoolReply):
 
 
 def _texts(fields: Body, name: str, most: int) -> list[str]:
-    """Accept a text or a list of up to `most`; each may also be {"text": …}."""
+    """Accept a text or up to `most`; each may be {"text": …}."""
     value = fields.get(name)
     texts: list[Any] = value if isinstance(value, list) else [value]
     if len(texts) > most:

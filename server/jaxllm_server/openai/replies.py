@@ -1,4 +1,4 @@
-"""The parts that OpenAI's responses share: usage, log-probabilities, errors, model cards. Pure."""
+"""Common parts of OpenAI's responses. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def finish_reason(part: Part) -> str | None:
 
 
 def usage_without(usage: TokenUsage, parts: Iterable[Part]) -> TokenUsage:
-    """Return usage without some parts, for events that are sent before them."""
+    """Return usage without parts that are not sent yet."""
     parts = list(parts)
     return replace(
         usage,
@@ -51,7 +51,6 @@ def usage_fields(usages: Iterable[TokenUsage], form: Form) -> dict[str, Any]:
 
 
 def transfer_fields(chunk: Chunk) -> dict[str, Any]:
-    """Return the place of the prompt's KV blocks, for another engine, if the answer has it."""
     params = chunk.kv_transfer_params
     return {} if params is None else {"kv_transfer_params": dict(params)}
 
@@ -59,8 +58,8 @@ def transfer_fields(chunk: Chunk) -> dict[str, Any]:
 def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -> str:
     """Return a token's text.
 
-    For a partial character, return its bytes as `\\xNN` after the prefix `before_bytes`; for a token without text, or
-    if the form requires ids, `token_id:N`.
+    For a partial character: its bytes as `\\xNN` after `before_bytes`. Without text, or if the form requires ids:
+    `token_id:N`.
     """
     if form.tokens_as_ids or not entry.decoded_token:
         return f"token_id:{token}"
@@ -70,9 +69,9 @@ def token_name(token: int, entry: Logprob, form: Form, before_bytes: str = "") -
 
 
 def reported(entries: Sequence[dict[int, Logprob]] | None, form: Form) -> Sequence[dict[int, Logprob]] | None:
-    """Return the tokens to report at each position, with the sampled one first.
+    """Return the tokens to report at each position, the sampled one first.
 
-    `logprob_token_ids` selects the sampled and the listed tokens, as in vLLM; without it, all are returned.
+    With `logprob_token_ids`, only sampled and listed tokens, as in vLLM.
     """
     ids = form.logprob_ids
     if entries is None or not ids:
@@ -98,7 +97,7 @@ def prompt_logprobs_of(entries: Sequence[dict[int, Logprob] | None] | None) -> l
 
 
 def finite(entry: Logprob) -> float:
-    return max(LEAST_LOGPROB, entry.logprob)  # this argument order also replaces NaN
+    return max(LEAST_LOGPROB, entry.logprob)  # this order replaces NaN too
 
 
 def error_body(message: str, kind: str, parameter: str | None, reason: str) -> dict[str, dict[str, Any]]:
@@ -114,8 +113,8 @@ def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
 def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
     """Describe a served model.
 
-    `root` is the model's path, as in vLLM, where local clients find the tokenizer; for an adapter it is the source, and
-    `parent` the model's name. `created` is in seconds since 1970.
+    `root` is the model's path, as in vLLM, where local clients find the tokenizer, or an adapter's source; `parent` is
+    an adapter's model. `created` is in seconds since 1970.
     """
     return {
         "id": name,

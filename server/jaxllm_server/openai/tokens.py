@@ -1,4 +1,4 @@
-"""vLLM's `/tokenize` and `/detokenize`: requests to calls, token ids to responses. Pure."""
+"""vLLM's `/tokenize` and `/detokenize`. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str
 def detokenize_request_of(
     body: Body, policy: str = "refuse", ignored: list[str] | None = None
 ) -> tuple[str, list[int]]:
-    """Return the model's name and the token ids, whose range is not checked yet."""
+    """Return the model's name and unchecked token ids."""
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:

@@ -14,7 +14,6 @@ FINISH_FIELDS = frozenset({"weight_version"})
 
 
 def init_request_of(body: Body) -> str:
-    """Return the backend."""
     info = _info(body, "init_info", INIT_FIELDS, ("backend",))
     return text(info, "backend") or "safetensors"
 
@@ -29,7 +28,6 @@ def update_request_of(body: Body) -> tuple[str, str | None]:
 
 
 def finish_request_of(body: Body) -> str | None:
-    """Return the version."""
     return text(given(body, FINISH_FIELDS, {}), "weight_version")
 
 

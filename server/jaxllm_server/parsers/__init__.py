@@ -1,1 +1,1 @@
-"""Streaming parsers that split a model's text into reasoning, tool calls and content. Pure."""
+"""Streaming parsers that split text into reasoning, tool calls and content. Pure."""

@@ -1,7 +1,4 @@
-"""Parsers for tool calls under a grammar, the same for all models: a list, or a named tool's arguments.
-
-Other text, as in a truncated output, is content.
-"""
+"""Parsers for tool calls under a grammar, for all models; other text is content."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolCallDelta
 
 
 class RequiredCalls(ListCalls):
-    """Parses `[{"name": …, "parameters": {…}}, …]`; everything from the first mismatch on is content."""
+    """Parses `[{"name": …, "parameters": {…}}, …]`; content begins at the first mismatch."""
 
     _needs_arguments = True
 
@@ -28,7 +25,7 @@ class RequiredCalls(ListCalls):
 
 
 class NamedCall:
-    """Passes an output on as the arguments of one call."""
+    """Passes an output on as one call's arguments."""
 
     markers: tuple[str, ...] = ()
 

@@ -3,7 +3,7 @@
 A message is `<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>…` up to `<|end|>`, `<|call|>`
 or `<|return|>`. The prompt ends with `<|start|>assistant`, which the recipient may also follow. A message with a
 recipient is a call; otherwise, channel `analysis` is reasoning, and the rest is content: the answer, or a preamble on
-channel `commentary`. The reasoning parser passes calls on to the call parser.
+channel `commentary`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ENDS = (END, _CALL, "<|return|>")
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 _ANALYSIS = "analysis"
 _RECIPIENT = "to="
-_MAX_HEADER = 512  # characters of a message's header; a longer one is text
+_MAX_HEADER = 512  # characters; a longer one is text
 FINAL = f"{_CHANNEL}final{_MESSAGE}"
 CHANNEL = _CHANNEL
 CALL_HEADERS = tuple(
@@ -48,8 +48,6 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A piece of a message, possibly empty."""
-
     message: _Message
     text: str
     is_first: bool = False
@@ -57,7 +55,7 @@ class _Piece:
 
 
 class _Messages(MarkerReader):
-    """Splits an output into messages; text outside any is one without header."""
+    """Splits an output into messages; text outside any has no header."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ class _Messages(MarkerReader):
         return self._taken()
 
     def finish(self, is_cut_off: bool) -> list[_Piece]:
-        """Keep held-back text, except an unfinished header or, if truncated, a partial marker."""
+        """Keep held-back text, except an unfinished header or truncated marker."""
         if not is_cut_off and not "".join(self._header).startswith("<"):
             self._end_header(is_text=True)
         self._close()
@@ -87,7 +85,6 @@ class _Messages(MarkerReader):
         return pieces
 
     def _read_start(self, text: str, start: int) -> int:
-        """Read on after a message's start, up to the channel; a recipient may precede it."""
         if not self._partial:
             end = skip(text, start)
             self._header.append(text[start:end])
@@ -118,7 +115,7 @@ class _Messages(MarkerReader):
             self._end_header(is_text=True)
             self._close()
         elif marker == _START and not "".join(self._header).startswith("<"):
-            self._end_header(is_text=True)  # text that resembles a recipient
+            self._end_header(is_text=True)  # resembled a recipient
             self._take_marker(marker)
         elif marker:
             self._header.append(marker)
@@ -169,8 +166,6 @@ def _message_of(header: str) -> _Message:
 
 
 class _Content:
-    """Joins messages with line breaks."""
-
     def __init__(self) -> None:
         self._has_come = False
 
@@ -215,9 +210,9 @@ class HarmonyReasoning:
 
 
 class HarmonyParser(ToolParser):
-    """Splits an output into content and calls; remaining reasoning is content.
+    """Splits an output into calls and content, which includes remaining reasoning.
 
-    A call's arguments are its message's text, unchanged, or `{}` if empty.
+    Arguments are a message's text, or `{}` if empty.
     """
 
     markers = _MARKERS
@@ -226,7 +221,7 @@ class HarmonyParser(ToolParser):
         super().__init__(make_id, tools)
         self._messages = _Messages()
         self._text = _Content()
-        self._has_begun = False  # part of the current call was emitted
+        self._has_begun = False
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
         self._take(self._messages.push(text))
@@ -253,7 +248,7 @@ class HarmonyParser(ToolParser):
 
 
 class AnalysisTokens:
-    """Counts reasoning tokens by the special tokens around them."""
+    """Counts reasoning tokens by special tokens."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         self._channel, self._message = token_id(_CHANNEL), token_id(_MESSAGE)
@@ -263,7 +258,6 @@ class AnalysisTokens:
         self._is_analysis = self._is_text = False
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count text tokens on channel `analysis`; `is_reasoning` is unused."""
         number = 0
         for token in ids:
             if token == self._channel or token in self._ends:

@@ -1,4 +1,4 @@
-"""Parsers for calls that are JSON objects: Hermes, Llama, Granite and Mistral."""
+"""Parsers for calls that are JSON objects: Hermes, Llama, Granite, Mistral."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
 
 class ObjectCalls(ToolParser):
-    """Base of parsers for calls written as JSON objects."""
+    """Base of parsers for JSON objects."""
 
     _object: CallObject | None = None
 
     @abstractmethod
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
-        """Return the state after an object, whether or not it was a call."""
+        """Return the state after an object, a call or not."""
 
     def _begin_object(self, needs_arguments: bool) -> None:
         call = self._object = CallObject(needs_arguments)
         self._read = lambda text, start: self._read_object(call, text, start)
 
     def _read_object(self, call: CallObject, text: str, start: int) -> int:
-        """Emit the call once it is certain."""
         was_call = call.is_call
         end = call.read(text, start)
         if not call.is_call:
@@ -43,9 +42,9 @@ class ObjectCalls(ToolParser):
 class HermesParser(ObjectCalls):
     """Parses any number of `<tool_call>{"name": …, "arguments": {…}}</tool_call>` between text.
 
-    Content before the first call keeps its last newline, as in vLLM. After a call, space before another call or the end
-    is dropped; other text is content (vLLM drops it). Missing arguments mean `{}`. The end tag is optional, and tags in
-    JSON strings are text.
+    Content before the first call keeps its last newline, as in vLLM. Space before another call or the end is dropped;
+    other text is content (vLLM drops it). Missing arguments mean `{}`. The end tag is optional; tags in JSON strings
+    are text.
     """
 
     markers = ("<tool_call>", "</tool_call>")
@@ -98,10 +97,10 @@ class HermesParser(ObjectCalls):
 
 
 class LlamaParser(ObjectCalls):
-    """Parses `{"name": …, "parameters": {…}}`, several separated by `;`, after an optional `<|python_tag|>`.
+    """Parses `{"name": …, "parameters": {…}}`, separated by `;`, after an optional `<|python_tag|>`.
 
-    Only an output that begins with a call has any, as in vLLM's stream. An object without name or arguments may be
-    requested JSON and is content. Space, `;` and markers around calls are dropped; other text makes the rest content.
+    Only an output that begins with a call has any, as in vLLM's stream. An object without name or arguments, such as
+    requested JSON, is content. Space, `;` and markers are dropped; other text makes the rest content.
     """
 
     markers = ("<|python_tag|>",)
@@ -152,10 +151,7 @@ class LlamaParser(ObjectCalls):
             self._give_up()
 
     def _drop(self) -> None:
-        """Discard the held text of a truncated output.
-
-        An unmarked object with members foreign to calls is kept as content.
-        """
+        """Discard a truncated output's held text, unless it is an unmarked object with members foreign to calls."""
         is_marked = self.markers[0] in "".join(self._held)
         if self._object is not None and self._object.is_foreign and not is_marked:
             self._give_up()
@@ -163,7 +159,7 @@ class LlamaParser(ObjectCalls):
 
 
 class ListCalls(ObjectCalls):
-    """Base of parsers of `[{…}, {…}]`. Brackets, commas and space around calls are dropped."""
+    """Base of parsers of `[{…}, {…}]`; brackets, commas and space are dropped."""
 
     _needs_arguments = False
     _expected = "["
@@ -192,7 +188,7 @@ class ListCalls(ObjectCalls):
 
     @abstractmethod
     def _after_text(self) -> Callable[[str, int], int]:
-        """Return the state after text that is not a call."""
+        """Return the state after other text."""
 
     def _follow(self, call: CallObject) -> Callable[[str, int], int]:
         self._expected = ",]"
@@ -252,8 +248,8 @@ class GraniteParser(ListCalls):
 class MistralParser(GraniteParser):
     """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` per call, between text.
 
-    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, which is optional as
-    in vLLM (mistral-common, tokens/tokenizers/instruct.py).
+    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, optional as in vLLM
+    (mistral-common, tokens/tokenizers/instruct.py).
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

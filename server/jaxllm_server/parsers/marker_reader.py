@@ -9,8 +9,8 @@ class MarkerReader:
     """A state machine over text, with a partially matched marker."""
 
     def __init__(self) -> None:
-        self._read: Callable[[str, int], int]  # state: reads from an index, returns the next
-        self._partial = ""  # text that may become a marker
+        self._read: Callable[[str, int], int]  # the state: reads from an index, returns the next
+        self._partial = ""  # may become a marker
 
     def _feed(self, text: str) -> None:
         position = 0
@@ -20,7 +20,7 @@ class MarkerReader:
     def _match(self, text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str | None]:
         """Extend `_partial` by `text`; return the end index and the completed marker, if any.
 
-        A marker contains its first character once, so a mismatch cannot leave another begun inside `_partial`.
+        Markers contain their first character once, so a mismatch leaves none begun in `_partial`.
         """
         for position in range(start, len(text)):
             longer = self._partial + text[position]
@@ -38,7 +38,7 @@ class MarkerReader:
     def _seek(self, text: str, start: int, markers: tuple[str, ...], before: list[str]) -> tuple[int, str | None]:
         """Find markers that share their first character; append the text before one to `before`.
 
-        Searching for each would rescan the text for absent ones.
+        Searching for each would rescan the text.
         """
         if not self._partial:
             first, most = markers[0][0], len(text) - max(map(len, markers))

@@ -1,4 +1,4 @@
-"""Parsers for calls written as name and arguments between markers: DeepSeek and Kimi."""
+"""Parsers for a name and arguments between markers: DeepSeek and Kimi."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FENCE = SPACE | frozenset("`json")  # characters of "```json"
 
 
 class SectionedCalls(ToolParser):
-    """Base of parsers for calls that begin with a marker, optionally in a marked section, between text.
+    """Base of parsers for calls that begin with a marker, perhaps in a section.
 
-    Space and markers between calls are dropped; other text between calls is content.
+    Space and markers between calls are dropped; other text is content.
     """
 
     _openings: tuple[str, ...]
@@ -25,7 +25,7 @@ class SectionedCalls(ToolParser):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_content
-        self._is_opened = False  # a section or call is open and no call was read since
+        self._is_opened = False  # a section or call is open, and no call was read since
 
     def _read_content(self, text: str, start: int) -> int:
         end, marker = self._seek(text, start, self._openings, self._content)
@@ -55,7 +55,7 @@ class SectionedCalls(ToolParser):
 
     @abstractmethod
     def _read_name(self, text: str, start: int) -> int:
-        """Read on after a call's opening marker."""
+        pass
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
         super()._begin_call(name, arguments, identity)
@@ -72,7 +72,7 @@ class SectionedCalls(ToolParser):
 
 
 class CallMarkers(NamedTuple):
-    """The markers around a section, around a call, and between name and arguments."""
+    """Around a section and a call, and between name and arguments."""
 
     section: str
     call: str
@@ -84,7 +84,7 @@ class CallMarkers(NamedTuple):
 class MarkedCalls(SectionedCalls):
     """Parses `<section><call>name<separator>{…}</call><call>…</call></section>` for any markers.
 
-    Arguments are passed on unchanged, `{}` if missing.
+    Arguments are unchanged, `{}` if missing.
     """
 
     _marks: ClassVar[CallMarkers]
@@ -180,7 +180,7 @@ class DeepSeekParser(MarkedCalls):
 class KimiParser(MarkedCalls):
     """Parses `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, in a section.
 
-    The model expects the call's id, `functions.name:0`, back in the conversation.
+    The model expects the id, `functions.name:0`, back in the conversation.
     """
 
     _marks = CallMarkers(

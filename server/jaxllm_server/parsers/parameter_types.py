@@ -1,7 +1,6 @@
-"""Converts the text of a parameter to JSON by its tool's schema. Pure.
+"""Converts a parameter's text to JSON by its tool's schema. Pure.
 
-Text of another type or of an unknown parameter becomes a string, as in vLLM (tool_parsers/utils.py,
-qwen3coder_tool_parser.py).
+Text of another type becomes a string, as in vLLM (tool_parsers/utils.py, qwen3coder_tool_parser.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from jaxllm_server.parsers.python_literal import as_json
 
-# Type names in use that JSON Schema lacks, as in vLLM.
+# Type names that JSON Schema lacks, as in vLLM.
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 )
@@ -38,7 +37,7 @@ def schema_of(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any
 
 
 def types_of(schema: Mapping[str, Any], parameter: str) -> tuple[str, ...]:
-    """Return declared types, or those of the listed values; by default string."""
+    """Return declared types, or those of listed values; by default string."""
     types: list[str] = []
     for alternative in _schemas_of(schema, parameter):
         given = alternative.get("type")
@@ -87,12 +86,11 @@ def _referred(reference: str, root: Any) -> Any:
 
 
 def is_text(types: Sequence[str]) -> bool:
-    """Return whether values are strings, which can be streamed."""
     return tuple(types) == ("string",)
 
 
 def converted(text: str, types: Sequence[str], choices: Sequence[Any] = ()) -> str:
-    """Return the matching value of `choices`, or the first of `types` that fits."""
+    """Return the matching value of `choices`, or the text as the first fitting type."""
     word = text.strip()
     for value in choices:
         if text == value or (not isinstance(value, str) and _is_written(word, value)):

@@ -10,15 +10,15 @@ from jaxllm_server.parsers.python_literal import PythonLiteral
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
-# Characters of tool names in OpenAI's API, and of dotted names.
+# Of OpenAI's tool names, and of dotted ones.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 class PythonicParser(ToolParser):
     """Parses `[name(key=literal, …), …]` at the start of an output, or after any `<|python_start|>`.
 
-    Arguments are converted to JSON incrementally. A call is emitted from its first value on, or at its end; after an
-    invalid value it keeps the earlier ones, and the rest is content.
+    A call is emitted from its first value on, or at its end, with JSON arguments; an invalid value ends it, and the
+    rest is content.
     """
 
     markers = ("<|python_start|>", "<|python_end|>")
@@ -27,7 +27,7 @@ class PythonicParser(ToolParser):
         super().__init__(make_id, tools)
         self._read = self._read_opening
         self._called = ""
-        self._has_begun = False  # part of it was emitted
+        self._has_begun = False  # part was emitted
         self._key = ""
         self._literal = PythonLiteral()
 
@@ -61,7 +61,6 @@ class PythonicParser(ToolParser):
         return self._read_word(text, start, "=)")
 
     def _read_word(self, text: str, start: int, ends: str) -> int:
-        """Read a word and surrounding space into `_name`, and the character after it."""
         end = start
         while end < len(text) and (text[end] in _NAME or text[end] in " \n\t\r"):
             end += 1

@@ -1,7 +1,7 @@
 """Converts a streamed Python literal to JSON in linear time.
 
-Accepts JSON's `true`, `false` and `null` too, since models mix the two. Anything else, such as a tuple, is an error, as
-in vLLM (tool_parsers/utils.py, get_parameter_value).
+Models mix in JSON's `true`, `false` and `null`. Anything else, such as a tuple, is an error, as in vLLM
+(tool_parsers/utils.py, get_parameter_value).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CONSTANTS: Mapping[str, str] = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_MAX_PYTHON_NUMBER = 64  # characters of a number in a notation that JSON lacks
+_MAX_PYTHON_NUMBER = 64  # in a notation that JSON lacks
 _CLOSERS: Mapping[str, str] = MappingProxyType({"[": "]", "{": "}"})
 _ESCAPES: Mapping[str, str] = MappingProxyType(
     {
@@ -34,17 +34,17 @@ class _Phase(Enum):
     """The expected token outside strings and scalars."""
 
     VALUE = auto()
-    FIRST = auto()  # a list's value, a dict's key, or the end
+    FIRST = auto()
     COLON = auto()
     NEXT = auto()
 
 
 class PythonLiteral:
-    """Reads a literal; the JSON text from `take` does not depend on how the input is chunked."""
+    """Reads a literal; the JSON from `take` is independent of the input's chunks."""
 
     def __init__(self) -> None:
         self.is_over = False
-        self.is_broken = False  # over, because the literal is invalid
+        self.is_broken = False
         self._phase = _Phase.VALUE
         self._open: list[str] = []
         self._json: list[str] = []
@@ -53,7 +53,7 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Convert text from `start` on; return the index after the last character consumed."""
+        """Convert text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -70,7 +70,6 @@ class PythonLiteral:
         return taken
 
     def unread(self) -> str:
-        """Return text that has produced no JSON yet."""
         return self._string.unread if self._string is not None else "".join([self._comma, *(self._scalar or ())])
 
     def _read_mark(self, character: str, position: int) -> int:
@@ -146,7 +145,7 @@ class PythonLiteral:
 
 
 class _String:
-    """Reads a string, single- or triple-quoted, with Python's escapes, after its first quote."""
+    """Reads a string with Python's escapes, after its first quote."""
 
     def __init__(self, quote: str) -> None:
         self.is_over = False
@@ -203,7 +202,7 @@ class _String:
         kind = self.unread[1]
         if kind not in _HEX_DIGITS:
             known = _ESCAPES.get(kind)
-            into.append(_inside(self.unread if known is None else known))  # as Python, keep unknown escapes
+            into.append(_inside(self.unread if known is None else known))  # unknown escapes stay, as in Python
             self.unread = ""
         elif len(self.unread) > 2 and character not in "0123456789abcdefABCDEF":
             self.is_broken = True
@@ -223,7 +222,7 @@ class _String:
 
 
 def as_json(text: str) -> str | None:
-    """Convert a complete Python literal to JSON; return None if it is invalid."""
+    """Convert a complete Python literal to JSON; return None if invalid."""
     literal = PythonLiteral()
     source = text + "\n"
     end = literal.read(source, 0)

@@ -1,4 +1,4 @@
-"""Streaming split of a model's text into reasoning and content, at tags such as `<think>` and `</think>`.
+"""Streaming split of text into reasoning and content, at tags such as `<think>` and `</think>`.
 
 Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
 tag all is reasoning. A second `<think>`, and tags after the first `</think>`, are text.
@@ -18,16 +18,16 @@ TokenId = Callable[[str], int | None]
 
 
 class ReasoningParser(Protocol):
-    """Splits an output in linear time, independently of how the text is chunked."""
+    """Splits an output in linear time, independently of its chunks."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Tags, often special tokens, that detokenization must keep."""
+        """Tags that detokenization must keep."""
         ...
 
     @property
     def may_hold_calls(self) -> bool:
-        """Whether a tool call inside reasoning stays in its text."""
+        """Whether a call inside reasoning stays in its text."""
         ...
 
     @property
@@ -36,38 +36,38 @@ class ReasoningParser(Protocol):
         ...
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the reasoning and content that are final."""
+        """Return final reasoning and content."""
         ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
-        """Return held-back text, except a partial tag if the output was truncated."""
+        """Return held-back text, except a partial tag of a truncated output."""
         ...
 
 
 class ReasoningMode(Enum):
     """When a model reasons."""
 
-    ALWAYS = auto()  # from its first token, unless the template closes the reasoning
+    ALWAYS = auto()  # from the first token, unless the template closes the reasoning
     BY_ITSELF = auto()  # model or template writes the start tag, unless thinking is disabled
     IF_OPENED = auto()  # if the template writes the start tag
-    IF_ASKED = auto()  # if the prompt, usually its system message, contains the start tag
+    IF_ASKED = auto()  # if the prompt contains the start tag
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedReasoning:
-    """A model's reasoning tags. All start tags share a first character, as do all end tags."""
+    """A model's reasoning tags. Start tags share a first character, as do end tags."""
 
     starts: tuple[str, ...]
-    ends: tuple[str, ...]  # the model's own end tag, then others that also end the reasoning
+    ends: tuple[str, ...]  # the model's end tag, then others
     habit: ReasoningMode
-    kept_ends: tuple[str, ...] = ()  # end tags that belong to the content
+    kept_ends: tuple[str, ...] = ()  # that belong to the content
 
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the texts after which a constraint on the answer applies."""
         return self.ends
 
     def openings(self, prompt: str) -> tuple[str, ...]:
-        """Return the tags that may open reasoning at the start of an output; none if the output begins inside it."""
+        """Return the tags that may open reasoning; none if the output begins inside."""
         return () if self._starts_inside(prompt) else self.starts
 
     def opens(self, prompt: str) -> bool:
@@ -77,7 +77,7 @@ class TaggedReasoning:
         return prompt.rstrip().endswith(self.ends)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return whether reasoning may precede the answer, which delays a constraint."""
+        """Return whether reasoning may precede the answer, to delay a constraint."""
         if self.closes(prompt):
             return False
         if self.opens(prompt) or self.habit is ReasoningMode.ALWAYS:
@@ -97,9 +97,9 @@ class TaggedReasoning:
 
 
 class HarmonyChannels:
-    """The counterpart of `TaggedReasoning` for gpt-oss, which reasons in channels instead of tags.
+    """`TaggedReasoning`'s counterpart for gpt-oss's channels.
 
-    A header, with the name of the channel, precedes every answer and call.
+    A header, with the channel's name, precedes every answer and call.
     """
 
     kept_ends: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class HarmonyChannels:
     def begin_after(self, is_forced: bool) -> tuple[str, ...]:
         """Return the text after which a grammar applies: the header of the final channel.
 
-        With forced calls it is the end of the reasoning, since the model might never reach a final answer.
+        With forced calls the end of the reasoning, since a final answer might never follow.
         """
         return (END,) if is_forced else (FINAL,)
 
@@ -115,7 +115,7 @@ class HarmonyChannels:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: even an answer without reasoning has a header to remove."""
+        """Return True: a header always precedes the answer."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:
@@ -134,7 +134,7 @@ class _State(Enum):
 class TagParser:
     """A `ReasoningParser` for tags.
 
-    With `starts_inside`, the output begins as reasoning and a start tag is dropped. Otherwise only a start tag at the
+    With `starts_inside`, the output begins as reasoning and a start tag is dropped; else only a start tag at its
     beginning opens reasoning.
     """
 
@@ -171,7 +171,6 @@ class TagParser:
         return (held, "") if self.is_reasoning else ("", held)
 
     def _open(self, text: str) -> str:
-        """Find a start tag, set the next state, return its text."""
         if not self._held:
             rest = text.lstrip()
             self._space.append(text[: len(text) - len(rest)])
@@ -200,7 +199,7 @@ class TagParser:
             at, tag = min(found)
             self._state = _State.CONTENT
             return text[:at], text[at if tag in self._form.kept_ends else at + len(tag) :]
-        # A tag contains its first character once, so only the last occurrence can begin a partial tag.
+        # Tags contain their first character once, so only the last occurrence can begin a partial one.
         start = text.rfind(self._ends[0][0])
         if start >= 0 and any(tag.startswith(text[start:]) for tag in self._ends):
             self._held = text[start:]
@@ -208,7 +207,7 @@ class TagParser:
 
 
 class ReasoningTokens:
-    """Counts reasoning tokens up to the end tag, if that is one token; else 0."""
+    """Counts reasoning tokens up to the end tag; 0 if that is not one token."""
 
     def __init__(self, end_id: int | None) -> None:
         self._end_id = end_id

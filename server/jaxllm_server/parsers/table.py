@@ -1,4 +1,4 @@
-"""Tool-call and reasoning formats, by vLLM's names, and their detection from chat templates."""
+"""Formats of tool calls and reasoning, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm_server.parsers.tagged_calls import GlmParser, MiniMaxParser, Qwen3Co
 from jaxllm_server.parsers.tool_parsers import ToolParser
 
 AUTO = "auto"
-Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it contains all texts of any tuple
+Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it contains all texts of a tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ToolForm:
 
     parser: type[ToolParser]
     signs: Signs = ()
-    ids: Literal["", "mistral", "kimi_k2"] = ""  # required format of call ids in the conversation
+    ids: Literal["", "mistral", "kimi_k2"] = ""  # format of call ids that the model requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ _GRANITE = (
     ("Here is my response:", "Here's my response:"),
 )
 
-# The first match applies, so rows with unspecific signs are last.
+# The first match applies: unspecific rows are last.
 TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
     {
         "openai": ToolForm(HarmonyParser, (("<|channel|>", "<|message|>"),)),
@@ -60,7 +60,7 @@ TOOL_PARSERS: Mapping[str, ToolForm] = MappingProxyType(
         "qwen3_coder": ToolForm(Qwen3CoderParser, (("<tool_call>", "<function="),)),
         "glm45": ToolForm(GlmParser, (("<tool_call>", "<arg_key>"),)),
         "hermes": ToolForm(HermesParser, (("<tool_call>",),)),
-        # vLLM's aliases for later models.
+        # vLLM's aliases.
         "glm47": ToolForm(GlmParser),
         "granite4": ToolForm(HermesParser),
         "llama4_json": ToolForm(LlamaParser),
@@ -85,7 +85,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "deepseek_v3": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
         ),
-        # In some revisions the template does not open the reasoning.
+        # Some revisions' template does not open the reasoning.
         "deepseek_r1": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.ALWAYS), (("<｜Assistant｜>", "</think>"),)
         ),

@@ -1,6 +1,6 @@
-"""Parsers for calls with tagged parameters: Qwen3-Coder, Seed-OSS, MiniMax-M2 and GLM-4.5.
+"""Parsers for calls with tagged parameters: Qwen3-Coder, Seed-OSS, MiniMax-M2, GLM-4.5.
 
-Arguments become JSON by the tool's schema: strings are streamed, other values written at their end.
+Arguments become JSON by the tool's schema; strings are streamed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxllm_server.parsers.tool_parsers import MakeId, is_name
 
 
 class Tags(NamedTuple):
-    """The tags around the parts of a call; "" if a format omits one."""
+    """The tags around a call's parts, or ""."""
 
     section: str
     call: str
@@ -31,12 +31,12 @@ class Tags(NamedTuple):
 class TaggedCalls(SectionedCalls):
     """Parses `<section><call>name<key>…<value>…</value></call></section>` for any tags.
 
-    A call is emitted from its first parameter, or at its end. A value may contain end tags: it ends at the first one
-    followed by another parameter or the call's end.
+    A call is emitted from its first parameter, or at its end. Values may contain end tags: only one before another
+    parameter or the call's end counts.
     """
 
     tags: ClassVar[Tags]
-    _has_lines: ClassVar[bool] = True  # values have separate lines; the breaks around are dropped
+    _has_lines: ClassVar[bool] = True  # values are on separate lines
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
@@ -47,7 +47,7 @@ class TaggedCalls(SectionedCalls):
         self._after_value = (tags.key, *self._closings)
         self._called = ""
         self._schema: Mapping[str, Any] = {}
-        self._has_begun = False  # part of it was emitted
+        self._has_begun = False  # part was emitted
         self._value: _Value | None = None
 
     def _read_name(self, text: str, start: int) -> int:
@@ -147,7 +147,6 @@ class TaggedCalls(SectionedCalls):
         return end
 
     def _read_value_end(self, text: str, start: int) -> int:
-        """Decide whether an end tag ended the value."""
         again = self.tags.value_end
         end, marker = self._match_after_space(text, start, (*self._after_value, again))
         if marker == again:
@@ -207,7 +206,7 @@ class _Value:
         self._is_text = is_text(types)
         self._has_lines = has_lines
         self._is_first = True
-        self._newline = ""  # pending; dropped if it is the last character
+        self._newline = ""  # pending; dropped if last
         self._text: list[str] = []
 
     def push(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Streaming reader of a tool call's JSON object."""
+"""Streaming reader of a call's JSON object."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRST
 _ARGUMENTS = ("arguments", "parameters")  # Hermes' key and Llama's
 _MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})
 
-MAX_NAME = 256  # characters; a longer name of a tool or parameter is text
+MAX_NAME = 256  # characters; a longer name is text
 
 
 class _Phase(Enum):
-    """The expected token within an object."""
+    """The expected token."""
 
     OPENING = auto()
     FIRST_KEY = auto()
@@ -47,15 +47,15 @@ class _Role(Enum):
 class CallObject:
     """Reads a call's name, and its arguments' text unchanged, in linear time.
 
-    In values only strings and brackets are tracked, so malformed arguments are still passed on. A `<` outside strings
-    aborts, as a tag may begin. Of duplicate members the first counts, as it may have been emitted.
+    In values only strings and brackets are tracked, so malformed arguments pass. A `<` outside strings aborts, as a tag
+    may begin. Of duplicate members the first counts, which may have been emitted.
     """
 
     def __init__(self, needs_arguments: bool) -> None:
         self.name: str | None = None
-        self.is_call = False  # certainly a call; final once True
+        self.is_call = False  # final once True
         self.is_over = False
-        self.is_broken = False  # over before its closing brace
+        self.is_broken = False
         self.is_foreign = False
         self._needs_arguments = needs_arguments
         self._phase = _Phase.OPENING
@@ -63,10 +63,10 @@ class CallObject:
         self._role = _Role.OTHER
         self._key: str | None = None
         self._text: list[str] = []
-        self._arguments: list[str] | None = None  # text not yet returned by `take_arguments`
+        self._arguments: list[str] | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Process text from `start` on; return the index after the last character read."""
+        """Read text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]
@@ -149,7 +149,7 @@ class CallObject:
 
 
 class JsonValue:
-    """Finds the end of a JSON value by counting brackets of any kind, so nesting needs no memory."""
+    """Finds a JSON value's end by counting brackets of any kind, so nesting needs no memory."""
 
     def __init__(self, first: str) -> None:
         self.is_over = False
@@ -194,7 +194,7 @@ def skip(text: str, start: int, characters: frozenset[str] = SPACE) -> int:
 
 
 def _string(text: str) -> str | None:
-    """Return None for invalid JSON or a lone surrogate."""
+    """Decode a JSON string; None if invalid."""
     try:
         decoded = json.loads(text)
         return decoded if isinstance(decoded, str) and decoded.encode() else None

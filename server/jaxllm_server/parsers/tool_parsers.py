@@ -1,7 +1,6 @@
 """Base of the streaming tool-call parsers, which read each character once.
 
-A call's name is emitted first, then its arguments as JSON text: unchanged if the model writes JSON, else converted.
-Text is held back only while it may become a call.
+A call's name is emitted first, then its arguments as JSON text. Only text that may become a call is held back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from jaxllm_server.parsers.marker_reader import MarkerReader
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, SPACE, JsonValue, skip
 
-_NAME = re.compile(r"[\w.:/-]+")  # OpenAI's API allows only letters, digits, `_` and `-`
+_NAME = re.compile(r"[\w.:/-]+")  # OpenAI's API allows letters, digits, `_` and `-`
 MakeId: TypeAlias = Callable[[str], str]
 
 
@@ -25,7 +24,7 @@ def is_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of a tool call; only the first has `id` and `name`."""
+    """A piece of a call; only the first has `id` and `name`."""
 
     index: int
     id: str | None
@@ -34,10 +33,7 @@ class ToolCallDelta:
 
 
 class ToolParser(MarkerReader, ABC):
-    """Splits an output into content and calls, independently of how the text is chunked.
-
-    `make_id` generates ids that the model does not give; `tools` are the request's.
-    """
+    """Splits an output into content and calls, independently of its chunks."""
 
     markers: tuple[str, ...] = ()  # special tokens that detokenization must keep
 
@@ -48,19 +44,19 @@ class ToolParser(MarkerReader, ABC):
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
-        self._held: list[str] = []  # text before `_partial` that may belong to a call
-        self._name = ""  # the name so far, also in `_held`
+        self._held: list[str] = []  # before `_partial`, perhaps of a call
+        self._name = ""
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Return the content and call deltas that are final."""
+        """Return final content and call deltas."""
         self._feed(text)
         return self._taken()
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return the rest at the end of the output: held-back text that is not call syntax, as content.
+        """Return the rest at the output's end: held-back text that is not call syntax, as content.
 
-        With `is_cut_off`, the output was truncated: held-back text, part of a marker or call, is dropped. A call
-        with a returned beginning keeps its partial arguments.
+        With `is_cut_off`, the output was truncated: held-back text is dropped, and a call with an emitted beginning
+        keeps its partial arguments.
         """
         if is_cut_off:
             self._drop()
@@ -85,7 +81,7 @@ class ToolParser(MarkerReader, ABC):
         self._held, self._partial = [], ""
 
     def _begin_call(self, name: str, arguments: str, identity: str = "") -> None:
-        """Emit the beginning of a call, and discard the held text, which was its syntax."""
+        """Emit a call's beginning; discard the held text, its syntax."""
         self._held = []
         self._calls.append(ToolCallDelta(self._num_calls, identity or self._make_id(name), name, arguments))
         self._num_calls += 1

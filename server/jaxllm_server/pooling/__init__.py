@@ -1,1 +1,1 @@
-"""Pooling (embeddings, classification, scores) for all protocols."""
+"""Embeddings, classification and scores."""

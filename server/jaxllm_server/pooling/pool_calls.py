@@ -1,4 +1,4 @@
-"""Requests and results of pooling, independent of protocols."""
+"""Requests and results of pooling, for all protocols."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxllm.pooling_params import PoolingTask
 
 @dataclass(frozen=True, kw_only=True)
 class PoolCall:
-    """A client's pooling request, unchecked. Each input gets one result."""
+    """A client's pooling request, unchecked; each input gets one result."""
 
-    client: str = ""  # from `client_quota.client_of`
+    client: str = ""
     model: str = ""  # "": the served model
-    task: PoolingTask | None = None  # None: the model's first task
+    task: PoolingTask | None = None  # None: the model's first
     inputs: Sequence[str | Sequence[int]]
-    pairs: Sequence[str] | None = None  # for "score": the second text of each input
+    pairs: Sequence[str] | None = None  # for "score": the second texts
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
@@ -26,15 +26,15 @@ class PoolCall:
     truncation_side: str = "right"  # "left" keeps the last tokens; not for pairs
     add_special_tokens: bool = True
     request_id: str | None = None  # unique among unfinished requests
-    client_id: str | None = None  # X-Request-Id, for logs; may repeat
+    client_id: str | None = None  # X-Request-Id; may repeat
     priority: int = 0
     cache_salt: str | None = None
 
 
 @dataclass(slots=True)
 class PoolResult:
-    """The result of an input or pair."""
+    """An input's or pair's result."""
 
     index: int
-    values: np.ndarray  # float32[W]: an embedding, a number for each label, or one score
+    values: np.ndarray  # float32[W]: an embedding, a number per label, or a score
     prompt_tokens: int

@@ -14,18 +14,18 @@ Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """The engine, options, model names and limits of a server."""
+    """A server's engine, options, model names and limits."""
 
     engine: EngineClient
     options: ServerOptions
     names: tuple[str, ...]
-    shares: Shares  # limits sequences by client
+    shares: Shares  # of sequences, by client
     ledger: Ledger
 
     def check_model(self, name: str, adapter: str = "") -> str: ...
 
     def check_text(self, name: str, value: str | None) -> None:
-        """Raise UserError for a value that is too long or has special characters."""
+        """Raise UserError if a value is too long or has special characters."""
 
     def owner_of(self, client: str) -> str: ...
 

@@ -1,4 +1,4 @@
-"""Answer a client's stream of pooling requests, each as a separate call."""
+"""Answers a client's stream of pooling requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pool: TypeAlias = Callable[[PoolCall], AsyncGenerator[PoolResult]]
 
 
 class Answer(NamedTuple, Generic[Request]):
-    """The outcome of one request."""
+    """A request's outcome."""
 
     index: int
     request: Request
@@ -36,7 +36,7 @@ async def answers(
 ) -> AsyncGenerator[Answer[Request]]:
     """Yield the outcome of each request, of one input, in any order; an invalid request yields its error.
 
-    Stops reading `requests` while the queue is full. Answers that the caller has not consumed count as running.
+    Stops reading `requests` while the queue is full. Answers not yet consumed count as running.
     """
     queue: asyncio.Queue[Answer[Request] | Exception | None] = asyncio.Queue()
     tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +87,7 @@ async def answers(
             num_given, num_open = num_given + 1, num_open - 1
             has_moved.set()
     finally:
-        item = None  # break the reference cycle of exception and frame
+        item = None  # breaks a reference cycle
         left = list(tasks)
         for task in left:
             task.cancel()

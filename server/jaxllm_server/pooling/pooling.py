@@ -1,7 +1,7 @@
 """Embed, classify and score: check a `PoolCall` as a whole, then compute it in parts.
 
 Keeps prompts for three steps in the engine, in at most half of its queue. Clients submit prompts round-robin, so that
-long calls delay another client's prompt by a few steps only.
+long calls delay others by a few steps only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # of prompts in the engine: two in flight and the next one
-FULL_SECONDS = 0.25  # retry interval of a prompt while the queue is full
+_STEPS = 3  # of prompts: two in flight and the next
+FULL_SECONDS = 0.25  # retry interval while the queue is full
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
 
@@ -74,7 +74,7 @@ def check_kind(model: ModelInfo, name: str, pools: bool) -> None:
 
 
 async def pool(serving: PoolSite, places: FairAdmission, call: PoolCall) -> AsyncGenerator[PoolResult]:
-    """Yield results as they are computed. Closing the iterator aborts the remaining inputs.
+    """Yield results as they are computed; closing the iterator aborts the rest.
 
     All inputs are checked first. `places` limits the pooling prompts in the engine's queue.
     """
@@ -113,7 +113,7 @@ async def _each(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResu
 
 
 async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolResult]:
-    """Yield the cosine similarity of each pair; each distinct text is embedded once."""
+    """Yield each pair's cosine similarity; embed each distinct text once."""
     pairs: list[Any] = list(zip(call.inputs, call.pairs or (), strict=True))
     items: dict[str, _Item] = {}
     for index, pair in enumerate(pairs):
@@ -136,7 +136,6 @@ async def _cosines(call: PoolCall, outputs_of: _Outputs) -> AsyncGenerator[PoolR
 async def _outputs(
     serving: PoolSite, places: FairAdmission, call: PoolCall, params: PoolingParams, items: Sequence[_Item]
 ) -> AsyncGenerator[tuple[int, PoolingRequestOutput]]:
-    """Yield outputs as they complete, each with its item's index."""
     arrival, engine = time.monotonic(), serving.engine
     model = engine.model
     timeout = serving.options.request_timeout or None
@@ -204,7 +203,7 @@ async def _outputs(
         num_tokens = sum(prompt.num_tokens for prompt in prompts)
         if serving.options.enable_log_requests:
             _log.info("request %s: %s, %d prompts of %d tokens", request_id, params.task, len(items), num_tokens)
-        # Similar lengths together, since a step is padded to its longest prompt.
+        # Similar lengths together: steps are padded to the longest prompt.
         order = sorted(range(len(items)), key=lambda number: -prompts[number].num_tokens)
         tasks: set[asyncio.Task[None]] = set()
         num_begun = tokens_open = 0
@@ -279,9 +278,8 @@ def _most_tokens(call: PoolCall, longest: int) -> int:
 
 
 def _prompts(items: Sequence[_Item], call: PoolCall, model: ModelInfo, most: int) -> list[_Prompt]:
-    """Tokenize, truncate and check the prompts of all items; slow for long texts."""
     cuts, prompts = call.truncate_prompt_tokens is not None, list[_Prompt]()
-    # Cached, since a query repeats for each document.
+    # Cached: a query repeats.
     cut = model.tokenizer.end_of if cuts and call.truncation_side == "left" else model.tokenizer.beginning_of
     needed = functools.cache(lambda text: cut(text, most))
     count = functools.cache(lambda text: len(model.tokenizer.encode(text, add_special_tokens=False)))

@@ -1,4 +1,4 @@
-"""`Pooling`, the part of `Serving` that embeds, classifies and scores."""
+"""`Pooling`, the part of `Serving` that pools."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Fields of JSON request bodies, and the client's options for the answer."""
+"""Fields of JSON bodies."""

@@ -1,4 +1,4 @@
-"""Reads constraints on the output, checking shapes only. Pure."""
+"""Reads constraints, checking shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.structured_outputs_params import SERVERS
 
-# vLLM's former field -> field of StructuredOutputsParams.
+# vLLM's former field -> StructuredOutputsParams.
 GUIDED: Mapping[str, str] = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -1,4 +1,4 @@
-"""Typed reads of the fields of a JSON body. Pure."""
+"""Typed reads of a JSON body's fields. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UserError
 
 Body = Mapping[str, Any]
-SHOWN_NAME = 64  # characters of a field's name quoted in errors
+SHOWN_NAME = 64  # characters in errors
 
 
 def flag(fields: Body, name: str, default: bool | None) -> bool | None:
@@ -34,7 +34,7 @@ def one_of(fields: Body, name: str, choices: Sequence[str]) -> str | None:
 
 
 def integer(fields: Body, name: str, default: int) -> int:
-    """Return a field's value, or the default; raise UserError unless it is an integer of 32 bits."""
+    """Return a field's value, or the default; raise UserError unless it is a 32-bit integer."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not -INT32_MAX - 1 <= value <= INT32_MAX:
         raise UserError(f"{name} must be an integer of 32 bits.", name)
@@ -49,10 +49,7 @@ def mapping(fields: Body, name: str) -> dict[str, Any] | None:
 
 
 def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
-    """Return a field's prompts: a text, a list of texts, a list of token ids, or a list of such lists.
-
-    The engine validates token ids.
-    """
+    """Return a field's prompts: a text, a list of texts, of token ids, or of such lists."""
     value = fields.get(name)
     if value is None:
         raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)

@@ -1,4 +1,4 @@
-"""The client's options for an answer, and the protocol of replies of text routes. Pure."""
+"""The client's options for an answer, and protocols of replies. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from jaxllm_server.shared.options import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Options for the form and content of an answer."""
+    """Options for an answer's form and content."""
 
     stream: bool
-    include_usage: bool  # at the end of a stream
-    continuous_usage: bool  # in each event
+    include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     tokens_as_ids: bool
-    num_logprobs: int | None  # alternatives per token; None: no log-probabilities, -1: whole vocabulary
+    num_logprobs: int | None  # alternatives per token; -1: the vocabulary
     shows_prompt_logprobs: bool
     shows_cached: bool
     shows_reasoning: bool
-    logprob_ids: Sequence[int] | None = None  # report these tokens instead of the likeliest
+    logprob_ids: Sequence[int] | None = None  # reported instead of the likeliest
 
 
 class CallsReply(Protocol):
-    """The calls of a request, for text or pooling."""
+    """A request's calls, for text or pooling."""
 
     calls: Sequence[Any]
     request_id: str
     id_prefix: str
-    names: Mapping[str, str]  # parameter in errors -> field of the request, where different
+    names: Mapping[str, str]  # parameter in errors -> different field
 
 
 class Reply(CallsReply, Protocol):
-    """A request's calls, and the conversion of their chunks. Its only state is the output's progress."""
+    """A request's calls and the conversion of their chunks; keeps only the output's progress."""
 
     calls: Sequence[Call]
     form: Form
@@ -52,15 +52,15 @@ class Reply(CallsReply, Protocol):
         ...
 
     def response(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Return the answer without its header; takes one chunk per call."""
+        """Return the answer without its header, from one chunk per call."""
         ...
 
     def events(self, number: int, chunk: Chunk) -> list[dict[str, Any]]:
-        """Return the events of call `number`'s chunk, without their header."""
+        """Return the events of call `number`'s chunk."""
         ...
 
     def last_event(self) -> dict[str, Any] | None:
-        """Return the usage, if requested, without its header."""
+        """Return the usage, if requested."""
         ...
 
 
@@ -70,7 +70,7 @@ def form_of(fields: Body, options: ServerOptions, num_logprobs: Any) -> Form:
     if not stream and any(value not in (None, False) for value in wanted.values()):
         raise UserError("stream_options needs stream=true.", "stream_options")
     for name in wanted:
-        # Obfuscation, padding against traffic analysis, is not implemented.
+        # Obfuscation, against traffic analysis, is not built.
         if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
             raise UserError(f"{name[:SHOWN_NAME]!r} is not a field of stream_options.", "stream_options")
     include_usage = bool(flag(wanted, "include_usage", False)) or options.enable_force_include_usage

@@ -1,7 +1,4 @@
-"""Fields shared by several routes: OpenAI's, and extensions with vLLM's names and defaults. Pure.
-
-Checks shapes only.
-"""
+"""Fields shared by several routes, with vLLM's names and defaults; checks shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -16,24 +13,24 @@ from jaxllm_server.requests.constraints import constraint_of
 from jaxllm_server.requests.fields import Body, flag, integer, is_same, mapping, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
-# Passed unchanged to SamplingParams, which refuses values of unimplemented ones.
+# SamplingParams refuses values of those not built.
 SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
-# Without effect on a server of one model without storage.
+# On a server of one model without storage.
 WITHOUT_EFFECT = frozenset(
     (
         *("user", "store", "metadata", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
     )
 )
-# Fields that are not implemented -> values that change nothing.
+# Not built -> values that change nothing.
 UNBUILT: Mapping[str, tuple[Any, ...]] = {
     "guided_decoding_backend": ("auto",),
     "structural_tag": (),
     "logits_processors": ([],),
     "session_id": ("",),
 }
-TRUNCATION_SIDES = ("left", "right")  # side that `truncate_prompt_tokens` removes
-# Options of `use_beam_search`, with defaults, which are always accepted.
+TRUNCATION_SIDES = ("left", "right")
+# Of `use_beam_search`; defaults are always accepted.
 _BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
 SHARED = (
     SAMPLING
@@ -55,10 +52,10 @@ def given(
     policy: str = "refuse",
     ignored: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields that are not null.
+    """Return the fields that are not null; append unknown ones that `policy` ignores to `ignored`.
 
-    `policy` is `--unknown-fields`; fields that it ignores are appended to `ignored`. Raises UserError for a field that
-    it refuses, UnsupportedError for one of `unbuilt` with a value that is not accepted.
+    Raises UserError for an unknown field that `policy` (`--unknown-fields`) refuses, UnsupportedError for an `unbuilt`
+    one with a value not accepted.
     """
     passed = check(body, known, _OURS, policy)
     if ignored is not None:
@@ -71,7 +68,6 @@ def given(
 
 
 def sampling_of(fields: Body) -> dict[str, Any]:
-    """Return parameters, not yet validated."""
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
@@ -84,7 +80,6 @@ def sampling_of(fields: Body) -> dict[str, Any]:
 
 
 def beams_of(fields: Body) -> dict[str, Any] | None:
-    """Return the fields of a beam search, None without `use_beam_search`."""
     asked = {name: fields[name] for name in _BEAMS if name in fields}
     if flag(fields, "use_beam_search", False):
         return asked

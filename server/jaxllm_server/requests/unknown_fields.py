@@ -1,6 +1,6 @@
-"""Refuses or ignores unknown fields of a request, by `--unknown-fields`. Pure.
+"""Refuses or ignores unknown fields, by `--unknown-fields`. Pure.
 
-Misspelt fields, fields of other routes, and fields that determine an answer's content are refused.
+Misspelt fields, other routes' fields, and those that determine an answer's content are refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from jaxllm.errors import UserError
 
 _SHOWN = 64
 _MOST_STRANGE = 16  # unlisted fields per request; each search for a similar name takes up to 1 ms
-_MISSPELT = 0.74  # similarity that counts as misspelt: "sotp" has 0.75, "user_id" 0.73
-_MOST_HEADER = 1024  # characters of a header's value; clients limit theirs to some KiB
+_MISSPELT = 0.74  # similarity: "sotp" has 0.75, "user_id" 0.73
+_MOST_HEADER = 1024  # characters; clients accept some KiB
 
 # Harmless fields of other servers: llama.cpp tools/server/README.md, SGLang entrypoints/openai/protocol.py,
-# text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama docs/api.md, OpenRouter's and
-# LiteLLM's documentation, hosted APIs.
+# text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama docs/api.md, OpenRouter, LiteLLM,
+# hosted APIs.
 FOREIGN = frozenset(
     (
         # Sampling filters and penalties
@@ -56,7 +56,7 @@ FOREIGN = frozenset(
         *("input_type", "prompt_name", "late_chunking", "truncation", "truncation_direction", "embedding_type"),
     )
 )
-# Fields that determine the content -> equivalent field of this server, if any.
+# Fields that determine the content -> this server's.
 MEANINGFUL: Mapping[str, str] = {
     # Form of the output
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
@@ -82,7 +82,7 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
     **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},
 }
-# Fields of other routes of this server, never ignored.
+# Never ignored.
 OF_OTHER_ROUTES = frozenset(
     (
         *("prompt", "messages", "input", "tokens", "suffix", "echo", "best_of", "prompt_embeds", "prompt_token_ids"),

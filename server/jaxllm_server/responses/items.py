@@ -1,7 +1,4 @@
-"""Items of the Responses API: parsing, stored form, and conversion to chat messages. Pure.
-
-Stored items have the form of OpenAI's item lists.
-"""
+"""Items of the Responses API: parsing, stored form (as OpenAI's lists), conversion to chat messages. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from jaxllm.errors import UnsupportedError, UserError
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # items and parts of a conversation; as many as messages of a chat
+MOST_PARTS = 16_384  # of a conversation, as of a chat
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -24,7 +21,7 @@ _LISTS = ("content", "output", "summary")
 _UNREADABLE = ("input_image", "input_file", "input_audio")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64  # characters of a name quoted in errors
+_SHOWN = 64  # characters in errors
 
 
 def response_id_of(own_id: str) -> str:
@@ -49,7 +46,7 @@ def references_of(given: Any) -> set[str]:
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
     """Parse `input`; `kept` are the stored items it references.
 
-    Raises UserError naming the item, or UnsupportedError for items and parts that a text model cannot read.
+    Raises UserError naming the item, or UnsupportedError for items and parts not made of text.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -57,7 +54,7 @@ def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProx
         raise UserError("input must be a text or a list of items.", "input")
     if len(given) > MOST_PARTS or num_parts(item for item in given if isinstance(item, Mapping)) > MOST_PARTS:
         raise UserError(f"input may hold at most {MOST_PARTS} items and parts of items.", "input")
-    left = dict(kept)  # each at most once: a reference is much smaller than its item
+    left = dict(kept)  # each at most once: a reference is smaller than its item
     return [_item_of(item, f"input[{index}]", request_id, str(index), left) for index, item in enumerate(given)]
 
 
@@ -76,7 +73,7 @@ def num_characters(items: Iterable[Item]) -> int:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages; consecutive reasoning, text and calls become one message."""
+    """Convert items to chat messages; consecutive reasoning, text and calls form one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "compaction":
@@ -93,9 +90,9 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def continues_answer(items: Sequence[Item]) -> bool:
-    """Return whether the last item is an incomplete answer that the model should continue.
+    """Return whether the last item is an incomplete answer to continue.
 
-    Follows vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
+    As vLLM's entrypoints/openai/responses/utils.py, should_continue_final_message.
     """
     last = items[-1] if items else {}
     return last.get("type") == "message" and last["role"] == "assistant" and last["status"] != "completed"
@@ -121,7 +118,7 @@ def packed(summary: str) -> str:
 
 
 def unpacked(content: str) -> str:
-    """Return the text of a summary; raise ValueError if another server created it."""
+    """Return a summary's text; raise ValueError if another server created it."""
     if not content.startswith(_PACKED):
         raise ValueError("another server's")
     return base64.b64decode(content.removeprefix(_PACKED), altchars=b"-_", validate=True).decode()
@@ -182,7 +179,7 @@ def _call_output(item: Item, path: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Item, path: str) -> dict[str, Any]:
-    """Validate a reasoning item; return its `summary` and `content` as lists of parts.
+    """Validate a reasoning item; return its `summary` and `content` parts.
 
     Raises UnsupportedError for encrypted content alone.
     """
@@ -252,14 +249,14 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """Return parts as a chat message's content; a single part becomes a string, for all templates."""
+    """Return a chat message's content; a single part becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
     texts = [part["text"] for part in parts]
     return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
-# Fields that a message must not have yet: the order is reasoning, content, calls.
+# Must be absent: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),
@@ -275,7 +272,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":  # without content, the summary is used, as in vLLM
+    if kind == "reasoning":  # else summary, as in vLLM
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

@@ -1,7 +1,7 @@
-"""Builds the output items of a response incrementally, with the events of a stream. Pure.
+"""Builds a response's output items incrementally, with a stream's events. Pure.
 
-Items do not depend on chunking, except for text between calls: each streamed one is a message, but in a single chunk
-all text is one message.
+Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's text is
+one message.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
 @dataclass
 class _Item:
-    """An output item."""
-
     kind: Kind
     id: str
     index: int
-    call: ToolCallDelta | None = None  # its first delta
+    call: ToolCallDelta | None = None  # first delta
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
@@ -49,17 +47,16 @@ class _Item:
 
 
 class Output:
-    """The output of a model so far."""
+    """A model's output so far."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._items: list[_Item] = []
         self._events: list[Event] = []
-        self._space: list[str] = []  # leading space, which models write around calls; kept only if text follows
+        self._space: list[str] = []  # leading, as around calls; kept only before text
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:
-        """Return the output's items; the last one may be partial."""
         return [item.written() for item in self._items]
 
     def add(
@@ -88,8 +85,8 @@ class Output:
     def end(self, is_whole: bool) -> list[Event]:
         """Return the final events; a truncated output's last item is incomplete.
 
-        Space alone becomes a message only after text or if nothing else exists. A complete output always has a message
-        or a call: some clients repeat a request that returned neither.
+        Space alone becomes a message only after text or if nothing else exists. A whole output has a message or a call:
+        some clients repeat requests without.
         """
         kinds = {item.kind for item in self._items}
         if self._space and ("message" in kinds or "function_call" not in kinds):
@@ -127,9 +124,9 @@ class Output:
             self._tell(item, "response.content_part.added", part=item.part())
 
     def _grow(self, text: str) -> None:
-        """Append text to the last item and emit its delta event.
+        """Append text to the last item and emit its delta.
 
-        A message also takes the pending log-probabilities, which may precede their text.
+        A message also takes pending log-probabilities, which may precede their text.
         """
         item = self._items[-1]
         if item.kind == "message":
@@ -171,7 +168,6 @@ class Output:
 
 
 def _covering(logprobs: Sequence[dict[str, Any]], text: str) -> Sequence[dict[str, Any]]:
-    """Return the log-probabilities of the tokens that form `text`, without those of later calls."""
     length = 0
     for number, entry in enumerate(logprobs):
         if length >= len(text):

@@ -52,7 +52,7 @@ _UNBUILT = {
     "enable_response_messages": (False,),
     "mm_processor_kwargs": ({},),
 }
-# A response has a single output and only its log-probabilities.
+# A response has a single output and its log-probabilities.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
 REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # returned, defaults filled in
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # returned unchanged, without effect
@@ -75,7 +75,7 @@ _STATUSES: Mapping[str, Status] = MappingProxyType(
 class ResponseReply:
     """Reads a request of `/v1/responses` and builds its response.
 
-    `request_id` is the default id; `history` is the conversation so far, `kept` the referenced stored items.
+    `history` is the conversation so far, `kept` the referenced stored items.
     """
 
     id_prefix = RESPONSE_PREFIX
@@ -115,7 +115,7 @@ class ResponseReply:
         if is_forced(choice) and "structured_outputs" not in fields:
             sampling.pop("structured_outputs", None)
         reasoning = request.reasoning_of(fields)
-        # Background requests are streamed, so that polling returns partial output.
+        # Streamed, so that polling returns partial output.
         shared: dict[str, Any] = {**shared_call_fields(fields), "stream": self.is_stream or self.is_background}
         self.calls: Sequence[Call] = [
             Call(
@@ -124,7 +124,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                may_fill_context=True,  # agents request more tokens than the context has left; as in vLLM
+                may_fill_context=True,  # agents request more than is left; as in vLLM
                 **shared,
             )
         ]
@@ -168,7 +168,6 @@ class ResponseReply:
         return self.snapshot()
 
     def events(self, number: int, chunk: Chunk) -> list[Event]:
-        """Return the events of a chunk; the first chunk also opens the stream."""
         events: list[Event] = []
         if self._status == "queued":
             self._status = "in_progress"
@@ -185,7 +184,7 @@ class ResponseReply:
         return self._numbered(events)
 
     def last_events(self) -> list[Event]:
-        """Return the event with the final response; a cancelled one ends as incomplete."""
+        """Return the final response's event; a cancelled one is incomplete."""
         kind = "completed" if self._status == "completed" else "incomplete"
         return self._numbered([{"type": f"response.{kind}", "response": self.snapshot()}])
 
@@ -219,7 +218,7 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Return sampling parameters, and each one's request field for errors."""
+        """Return sampling parameters, and their request fields for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
             message = "text.format and structured_outputs exclude each other: give one of them."
@@ -258,9 +257,9 @@ class ResponseReply:
 
 
 def _from_content(entries: Sequence[dict[int, Logprob]], text: str) -> Sequence[dict[int, Logprob]]:
-    """Return the log-probabilities of the content's tokens, without those of reasoning.
+    """Return the log-probabilities of the content's tokens, without reasoning.
 
-    The text is searched in the tokens' bytes, because the number of tokens that end reasoning varies by model.
+    Searches the tokens' bytes, since the number of tokens that end reasoning varies by model.
     """
     pieces = [next(iter(entry.values())).decoded_bytes for entry in entries]
     ends, written = list(accumulate(map(len, pieces))), b"".join(pieces)
@@ -281,7 +280,6 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 
 
 def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
-    """Return the `Call` fields of the prompt; `instructions` apply to this request only."""
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -303,7 +301,6 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
 
 
 def _usage(usage: TokenUsage | None) -> dict[str, Any] | None:
-    """Return the `usage` object; cache writes are free and count 0."""
     if usage is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Converts fields of `/v1/responses` other than input to those of chats, which validate them. Pure."""
+"""Converts fields of `/v1/responses` to chats', which validate them. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Clients request those of OpenAI's tools even without using them.
+# Clients also request those of unused tools.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
     "computer_call_output.output.image_url",
 )
-# Chats' fields -> their names here, for errors like those of OpenAI's server.
+# Chats' fields -> names here, for errors.
 _CHATS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "messages": "input",
@@ -50,7 +50,6 @@ def check_names(body: Body) -> None:
 
 
 def of_message(message: Body) -> dict[str, Any]:
-    """Convert a WebSocket message to the body of a streaming POST."""
     kind = message.get("type")
     if kind != "response.create":
         raise UserError("The messages of a WebSocket are objects of type response.create.", "type")
@@ -89,7 +88,6 @@ def metadata_of(fields: Body) -> dict[str, str]:
 
 
 def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
-    """Return the functions, in this API's flat form."""
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
         raise UserError("tools must be a list.", "tools")
@@ -125,7 +123,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return also the tools to show to the model."""
+    """Return the choice and the tools shown to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)
@@ -205,7 +203,7 @@ def format_of(fields: Body) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def reasoning_of(fields: Body) -> dict[str, Any]:
-    """Return effort and summary options; reasoning is returned in full anyway."""
+    """Return effort and summary; reasoning is returned in full anyway."""
     wanted = mapping(fields, "reasoning") or {}
     for name in wanted:
         if name not in _REASONING:

@@ -1,7 +1,6 @@
-"""In-memory store of responses, bounded in bytes, private to each client. Pure: no clock, no threads.
+"""In-memory store of responses, bounded in bytes, private to each client. Pure.
 
-An entry holds a response and its own input, as JSON. If space runs out, the client with the most bytes loses its least
-recently used response, so it cannot evict those of others.
+Without space, the client with the most bytes loses its least recently used response, so it cannot evict others'.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxllm.errors import UserError
 from jaxllm_server.responses.items import RESPONSE_PREFIX, Item
 
 _connections = count(1)
-_OVERHEAD = 1024  # per entry, beyond its texts; measured 700 for a client with one entry
+_OVERHEAD = 1024  # per entry; 700 measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class StoredResponse:
     """A response and its input."""
 
     response: bytes
-    items: bytes  # JSON list: the request's input items, after those of connection-only responses that it outlives
+    items: bytes  # JSON list: the request's items, after those of connection-only responses that it outlives
     previous: str | None
 
     @property
@@ -33,7 +32,7 @@ class StoredResponse:
 
 
 class LostError(LookupError):
-    """The response is not stored: it never was, or was deleted or evicted."""
+    """A response is not stored, or no longer."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -41,10 +40,7 @@ class LostError(LookupError):
 
 
 class ResponseStore:
-    """Stores at most `most_bytes` of responses.
-
-    Beyond that, evicts the least recently used ones of the client with the most bytes.
-    """
+    """Stores at most `most_bytes` of responses."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -53,7 +49,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, client: str, response_id: str, stored: StoredResponse) -> None:
-        """Store a response; ignore one larger than the whole store."""
+        """Store a response; ignore one larger than the store."""
         self.delete(client, response_id)
         if stored.size > self._most:
             return
@@ -64,14 +60,14 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Return a client's response; raise LostError if it has none of that id."""
+        """Return a client's response; raise LostError without it."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)
         return stored
 
     def chain(self, client: str, response_id: str) -> dict[str, StoredResponse]:
-        """Return a response and its predecessors by id, oldest first, and mark them as used; raises LostError.
+        """Return a response and its predecessors by id, oldest first, marked as used; raise LostError.
 
         A response that replaced a predecessor of the same id may lead to itself; each occurs once.
         """
@@ -84,7 +80,7 @@ class ResponseStore:
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
-        """Return whether it existed."""
+        """Delete a response; return whether it existed."""
         stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
@@ -99,7 +95,7 @@ class ResponseStore:
 
 
 class ConnectionResponses:
-    """Keeps a connection's last response with `store` off, and its predecessors, until the connection ends.
+    """Keeps a connection's last response with `store` off, and its predecessors, until it ends.
 
     No request can contain their names in the store.
     """
@@ -120,7 +116,7 @@ class ConnectionResponses:
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Store a response, and delete the connection's responses that do not lead to it."""
+        """Store a response; delete the connection's others that do not lead to it."""
         name = self._prefix + response_id
         self._names.add(name)
         self._store.put(self._client, name, stored)
@@ -131,7 +127,6 @@ class ConnectionResponses:
         self._forget(self._names - chain.keys())
 
     def forget_used(self) -> None:
-        """Delete the response that a failed request was to continue."""
         if self.used is not None:
             self._forget({self.used})
 
@@ -153,7 +148,6 @@ def _items_of(stored: StoredResponse) -> list[Item]:
 
 
 def ordered(chain: Sequence[StoredResponse], own: Sequence[Item], is_ascending: bool) -> Iterator[Item]:
-    """Yield items in order, parsing one response at a time."""
     if is_ascending:
         for stored in chain:
             yield from _items_of(stored)

@@ -1,1 +1,1 @@
-"""Code that HTTP and gRPC share: options, errors, strict JSON."""
+"""Code that HTTP and gRPC share."""

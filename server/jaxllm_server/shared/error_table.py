@@ -1,4 +1,4 @@
-"""The table that maps exceptions to statuses of gRPC and HTTP. Pure."""
+"""Maps exceptions to statuses of gRPC and HTTP. Pure."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class AuthError(Exception):
 
 
 class AdminRequiredError(Exception):
-    """The key is valid but lacks admin rights."""
+    """The key lacks admin rights."""
 
 
 class Row(NamedTuple):
     """The status of a class of errors."""
 
     grpc: str
-    reason: str  # reason of google.rpc.ErrorInfo; `code_of` converts it to an OpenAI code
+    reason: str  # google.rpc.ErrorInfo's; `code_of` converts it to OpenAI's code
     http: int
-    kind: str  # an OpenAI error's `type`
-    retry: bool = False  # whether a retry may succeed, possibly on another server
+    kind: str  # OpenAI's `type`
+    retry: bool = False  # on any server
 
 
-# The first matching row applies, so subclasses precede base classes.
+# The first match applies: subclasses precede base classes.
 _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (UnsupportedError, Row("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", 400, "invalid_request_error")),
     (ContextLengthError, Row("INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", 400, "invalid_request_error")),
@@ -68,7 +68,7 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
-# OpenAI's codes that differ from the reason in lower case.
+# Where the code is not the reason in lower case.
 _OPENAI_CODES = {
     "AUTH_MISSING": "invalid_api_key",
     "AUTH_INVALID": "invalid_api_key",
@@ -90,9 +90,9 @@ def row_of(error: BaseException) -> Row:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message for a client: the error's own, or a fixed text unless the error is one of jaxllm's.
+    """Return the message for a client: errors of jaxllm have theirs, except a plain EngineError, others a fixed text.
 
-    A plain EngineError gets the fixed text too. Messages can contain addresses and paths (vLLM CVE-2026-54236).
+    Other messages can contain addresses and paths (vLLM CVE-2026-54236).
     """
     is_ours = isinstance(error, UserError | AuthError | AdminRequiredError) or (
         isinstance(error, EngineError) and type(error) is not EngineError

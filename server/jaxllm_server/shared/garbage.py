@@ -1,7 +1,7 @@
 """Schedules full garbage collections, which stop all threads: 50 ms with half a million objects.
 
-Python runs one whenever their number has grown by a quarter. The server excludes objects loaded at the start, and
-collects when few others exist, at least once a minute.
+Python runs one when their number has grown by a quarter; the server excludes objects loaded at the start, and collects
+when few others exist, or once a minute.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import gc
 
 _SECONDS = 5.0
-_MANY_OBJECTS = 100_000  # collecting them takes about 10 ms (measured)
-_PUT_OFF = 12  # maximum intervals without a collection: cyclic garbage uses memory
+_MANY_OBJECTS = 100_000  # 10 ms to collect (measured)
+_PUT_OFF = 12  # intervals without a collection
 _NEVER = 2**31 - 1
 
 
@@ -21,7 +21,6 @@ def keep_loaded_objects() -> None:
 
 
 async def collect() -> None:
-    """Replace Python's schedule of full collections, until cancelled."""
     youngest, young, oldest = gc.get_threshold()
     gc.set_threshold(youngest, young, _NEVER)
     put_off = 0

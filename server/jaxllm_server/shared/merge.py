@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 async def merge(iterators: Sequence[AsyncGenerator[Item]]) -> AsyncGenerator[tuple[int, Item]]:
-    """Yield items as they arrive, with the iterator's index; an exception ends all."""
+    """Yield items as they arrive, with their iterator's index; an exception ends all."""
     queue: asyncio.Queue[tuple[int, Item] | BaseException | None] = asyncio.Queue(maxsize=len(iterators))
 
     async def read(number: int, iterator: AsyncGenerator[Item]) -> None:

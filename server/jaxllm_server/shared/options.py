@@ -11,16 +11,16 @@ from typing import Any
 from jaxllm.errors import UserError
 from jaxllm.setting import setting
 
-_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # limits for which 0 disables the feature
+_MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # 0 disables the feature
 _PARSED = 4  # memory per byte of JSON: 1 for text, 4 to 20 for numbers and lists
-_BODIES_AT_ONCE = 16  # maximum-size bodies, 128 MiB by default
+_BODIES_AT_ONCE = 16  # of maximum size, 128 MiB by default
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The settings of a server. Sizes are bytes, times are seconds."""
+    """A server's settings; sizes in bytes, times in seconds."""
 
     # Addresses.
     host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")
@@ -114,7 +114,7 @@ class ServerOptions:
     )
     root_path: str = setting("", "path prefix that a proxy in front of the server strips", "PREFIX")
 
-    # Fleet: replicas on other machines, included in `data_parallel_size`.
+    # Replicas on other machines, in `data_parallel_size`.
     data_parallel_size_local: int | None = setting(None, "replicas on this machine (default: all)")
     data_parallel_address: str | None = setting(
         None,
@@ -130,7 +130,7 @@ class ServerOptions:
         None, "CA certificates with which a --headless replica verifies the server; enables TLS", "FILE"
     )
 
-    # Hosts: processes that share one model.
+    # Hosts that share one model.
     num_hosts: int = setting(1, "hosts that share the model, each with a process")
     host_rank: int = setting(0, "number of this host, from 0; host 0 serves, the others need --headless")
     coordinator: str | None = setting(
@@ -271,7 +271,7 @@ class ServerOptions:
 
     @property
     def most_sequences(self) -> int:
-        """The maximum of n times prompts in a call."""
+        """The maximum of n times prompts."""
         return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
 
     @property

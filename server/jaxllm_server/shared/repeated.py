@@ -1,4 +1,4 @@
-"""Lists that occur several times in an answer but are stored and encoded once. Pure."""
+"""Lists that repeat in an answer, stored and encoded once. Pure."""
 
 from __future__ import annotations
 

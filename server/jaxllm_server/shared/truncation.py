@@ -1,4 +1,4 @@
-"""Truncate token ids to `truncate_prompt_tokens`, from the side that a request selects."""
+"""Truncates token ids to `truncate_prompt_tokens`."""
 
 from __future__ import annotations
 

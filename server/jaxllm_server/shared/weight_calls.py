@@ -1,4 +1,4 @@
-"""Checks that HTTP and gRPC share for calls that sleep and update weights."""
+"""Checks for calls that sleep and update weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _MAX_PATH_CHARS = 4096
 
 
 def check_enabled(config: EngineConfig) -> None:
-    """Raise FeatureDisabledError without --enable-sleep-mode."""
     if not config.enable_sleep_mode:
         raise FeatureDisabledError("This server was started without --enable-sleep-mode.", "enable_sleep_mode")
 
