@@ -44,7 +44,7 @@ from jaxllm.scheduler.recorded import Recorder
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MANY_IDS = 2**16  # token ids of a prompt; longer ones are checked in a thread: 5 ms
-LONG_TEXT = 4096  # characters; longer prompts are tokenized off the event loop: about a millisecond
+LONG_TEXT = 4096  # characters; longer prompts are tokenized off the event loop: about 1 ms
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
@@ -64,11 +64,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         progress: bool = False,
         max_queued_requests: int | None = None,  # sequences waiting for a slot; None: see `most_queued`
         max_queued_tokens: int | None = None,  # of their prompts; None: see `most_queued_tokens`
-        hang_timeout: float = 8.0,  # seconds; an engine in a longer step counts as hung
+        hang_timeout: float = 8.0,  # seconds; a longer step counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,  # the engine's parts, including its clock; None: loaded from the model
+        parts: Parts | None = None,  # with its clock; None: loaded from the model
         thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -118,7 +118,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is available
+        except RuntimeError:
             self._thread = None
             raise
 
@@ -143,7 +143,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, for its constant attributes; all else belongs to its thread."""
+        """The engine, of which only constant attributes may be used outside its thread."""
         if self._engine is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._engine
@@ -160,7 +160,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """This engine, as a sequence of one."""
         return (self,)
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
@@ -197,7 +196,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         await super().resume()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """See `StreamingEngine.drain`; requests that a sleeping engine keeps fail at once."""
+        """See `StreamingEngine.drain`; requests kept by a sleeping engine fail at once."""
         if self._sleeps:
             self._streams.fail_all(DrainingError("The server is shutting down while its engine sleeps."))
         return await super().drain(timeout)
@@ -299,11 +298,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             try:
                 stream = self._streams.of_internal_id(output.internal_id)
                 if stream is None:
-                    continue  # its reader closed it
+                    continue  # closed by its reader
                 delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:  # fails one request; the others of the step go on
+            except Exception:  # fails one request only
                 _log.exception("an output could not be handed over")
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:

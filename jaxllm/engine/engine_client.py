@@ -1,7 +1,4 @@
-"""`EngineClient`: the interface of `AsyncLLM` and `FleetLLM` to servers.
-
-`SteppedEngine` is its counterpart for callers without an event loop.
-"""
+"""`EngineClient`: the interface of `AsyncLLM` and `FleetLLM` to servers; `SteppedEngine`: one without an event loop."""
 
 from __future__ import annotations
 

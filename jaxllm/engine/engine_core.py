@@ -80,13 +80,13 @@ class EngineCore:
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
         self._depth = 2 if config.async_scheduling else 1  # most steps in flight
-        # The second of two steps may be a `HeldStep` until the first is committed.
+        # The second of two may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
         self._planned: Plan | None = None  # the dispatched or awaited step
         self._failed_steps = FailedSteps()
         self.held: str | None = None  # why no step may run, see features/weights
         self._profile: Profile | None = None
-        self._counted: tuple[Waiting, ...] = ()  # counted in `_waiting_tokens`
+        self._counted: tuple[Waiting, ...] = ()  # entries of `_waiting_tokens`
         self._waiting_tokens = 0
         self._is_closed = False
 
@@ -99,7 +99,7 @@ class EngineCore:
     def add(self, requests: Sequence[Accepted]) -> None:
         """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use.
 
-        Waits for what features need, for example KV blocks of another engine, which have a deadline.
+        Waits for the futures that features need, which have deadlines.
         """
         self._check_open()
         ids = set(self.outputs.groups)
@@ -110,7 +110,7 @@ class EngineCore:
                 )
             ids.add(accepted.internal_id)
         needed = [future for needs in self.features.needs for each in requests if (future := needs(each)) is not None]
-        for future in needed:  # an `AsyncLLM` has waited for them
+        for future in needed:  # done already under `AsyncLLM`
             with suppress(CancelledError):
                 future.result()
         made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
@@ -149,7 +149,7 @@ class EngineCore:
 
     def load(self) -> Load:
         state, metrics = self.scheduler.state, self.metrics
-        if state.waiting is not self._counted:  # few steps change the queue
+        if state.waiting is not self._counted:  # few steps change it
             self._counted, self._waiting_tokens = state.waiting, sum(entry.num_tokens for entry in state.waiting)
         further: dict[str, Any] = {}
         for load in self.features.load:
@@ -166,14 +166,14 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work."""
+        """Return whether `step` has work."""
         return self.held is None and bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first, without knowing which requests this one
-        ends; their rows are dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first; rows of requests that this one ends are
+        dropped.
         """
         self._check_open()
         if self.held is not None:
@@ -233,7 +233,7 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # sequences that their text did not end
+                ended += self._end_stuck(stuck)  # after `outputs.take_in`, whose text may have ended them
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
@@ -254,7 +254,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Return None if all requests wait for tokens in flight."""
+        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)

@@ -76,7 +76,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def call_back(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # closed loop
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class EngineThread:
         try:
             if added:
                 engine.add(added)
-        except Exception:  # caused by one request: add each alone
+        except Exception:  # one request may be the cause: add each alone
             for accepted in added:
                 try:
                     engine.add([accepted])

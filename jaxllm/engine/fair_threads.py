@@ -1,7 +1,4 @@
-"""A thread pool for slow work off the event loop, shared round-robin between clients.
-
-A client (or group) never occupies the last free thread. Belongs to one event loop.
-"""
+"""A thread pool for slow work off the event loop, shared round-robin between clients; belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ _NOBODY = object()
 
 
 class FairThreads:
-    """A fair pool of at least two threads.
+    """A fair pool of at least two threads, in which clients take turns.
 
-    Clients take turns. `share` limits the threads of a group of clients, by default of each client; clients of the
-    group None are not limited.
+    `share` limits the threads of a group of clients, by default of each client. The group None is not limited.
     """
 
     def __init__(
@@ -35,7 +31,7 @@ class FairThreads:
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
         self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in service order
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()

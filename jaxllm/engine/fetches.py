@@ -1,7 +1,7 @@
-"""Fetches of KV blocks into the host's tier, ahead of the admission of the requests that begin with them.
+"""Fetches of KV blocks into the host's tier, before the admission of the requests that begin with them.
 
-Plans pass over a request while its blocks are fetched, for `MOST_SECONDS` at most; then it runs with those fetched so
-far. The scheduler's calls are recorded, so a replay needs no source.
+Plans pass over a request while its blocks are fetched, for at most `MOST_SECONDS`; then it runs with those that are
+here. The scheduler's calls are recorded, so a replay needs no source.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jaxllm.scheduler import fetching
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Plan, State
 
-AHEAD = 8  # waiting requests, from the first, for which blocks are fetched
+AHEAD = 8  # waiting requests, from the first, with fetches
 MOST_SECONDS = 1.0  # of a fetch
-REST_SECONDS = 10.0  # without fetches after one that took longer
-WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; new requests wait too
+REST_SECONDS = 10.0  # without fetches after a late one
+WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; also delays new requests
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Fetches:
         self._runner = runner
         self._clock = clock
         self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
-        self._seen: set[int] = set()  # requests near the head of the queue that were considered
+        self._seen: set[int] = set()  # requests near the head of the queue, already considered
         self._rests_since: float | None = None
 
     def update(self) -> None:
@@ -89,7 +89,7 @@ class Fetches:
         return bool(self._fetches)
 
     def forget(self, before: State, failed: Collection[int]) -> None:
-        """Forget the blocks of requests with results that are not finite; `before` is the state in which they ran."""
+        """Forget the blocks of requests with non-finite results; `before` is the state in which they ran."""
         records = [each for each in before.running if each is not None and each.request.sequence_id in failed]
         gone = {digest for each in records for digest in each.digests}
         self._source.forget(gone)

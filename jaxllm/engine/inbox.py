@@ -77,7 +77,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that the engine's load includes from now on."""
+        """Stop counting requests that the engine's load now includes."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

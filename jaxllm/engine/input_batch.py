@@ -32,7 +32,7 @@ def blaming(sequence: Sequence) -> Iterator[None]:
 
 
 class InputBatch:
-    """The sequences by slot. A slot keeps its last sequence until reused; plans list the active ones."""
+    """The sequences by slot, kept until the slot is reused; plans list the active slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)  # see sampling.pack_row

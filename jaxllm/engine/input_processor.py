@@ -1,6 +1,6 @@
 """Converts prompts and parameters to queued requests: checks, token ids, sequences, packed parameters.
 
-Independent of queue and device. `InputProcessor.accept` and the module's functions are thread-safe.
+`InputProcessor.accept` and the module's functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
-_BAD_WORD_CHARACTERS = 32  # of a token in bad_words, at most, on average
+_BAD_WORD_CHARACTERS = 32  # average length of a token in bad_words, at most
 
 
 class InputProcessor:
@@ -145,26 +145,25 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return None if the request's blocks are not shared."""
+        """Return the root of a request's block digests, or None if its blocks are not shared."""
         if self._limits.whole_prompts:  # no cache
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
-        # The n sequences of a prompt share its blocks under a unique root.
+        # The n sequences of a prompt share blocks under a unique root.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Choose a request's seeds and pack its sampling parameters for the device.
+        """Choose a request's seeds and pack its sampling parameters for the device, unless a feature packed them.
 
-        Separate from `make_group`, so that a failure there changes no later seed. Skips sequences that a feature
-        packed.
+        Separate from `make_group`, so that a failure there changes no later seed.
         """
         params, extras = accepted.packed or accepted.params, self._extras
         if all(own.row is not None for own in group.sequences):
             return
         seed = params.seed
         if seed is None:
-            # A random seed would make equal requests differ by arrival order.
+            # A random seed would depend on the order of arrival.
             seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
@@ -198,7 +197,7 @@ class InputProcessor:
 
 
 def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by id: a text without special tokens never contains them."""
+    """Return the stop strings that are special tokens, by id; text without special tokens never contains them."""
     if not params.stop or not params.skip_special_tokens:
         return {}
     found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}
@@ -210,8 +209,7 @@ def read_prompt(
 ) -> tuple[str | None, list[int], bytes]:
     """Return a prompt's text, checked token ids and cache salt; raise UserError if it is invalid.
 
-    `prompt` is as in `InputProcessor.accept`. It must leave one token of `max_model_len`, unless
-    `truncate_prompt_tokens` cuts it.
+    `prompt` is as in `InputProcessor.accept`. It must leave room for one token, or be cut by `truncate_prompt_tokens`.
     """
     text, ids, salt = parts_of(prompt)
     if ids is None:
@@ -274,7 +272,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
 def check_allows_a_token(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], eos_token_ids: Collection[int]
 ) -> None:
-    """Raise UserError if parameters forbid every allowed token in the first position."""
+    """Raise UserError if the parameters forbid every token in the first position."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids).difference(word[0] for word in bad_words if len(word) == 1)

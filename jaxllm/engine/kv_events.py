@@ -14,7 +14,7 @@ LOGGED_EVENTS = 100_000  # 25 MB
 
 
 class BlockBatch(NamedTuple):
-    """Blocks added to and removed from the prefix cache in one step."""
+    """Changes of the prefix cache in one step."""
 
     sequence: int  # consecutive, from 0
     time: float  # seconds since 1970
@@ -24,7 +24,7 @@ class BlockBatch(NamedTuple):
 
 
 class BlockLog:
-    """The most recent changes of the prefix cache. Use on the event loop only."""
+    """The most recent changes of the prefix cache, for the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
         self._name_of = name_of

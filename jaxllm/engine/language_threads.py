@@ -1,7 +1,7 @@
-"""Threads that read adapters and use their tokenizers and templates.
+"""Threads that read adapters and use their tokenizers and templates; they belong to one event loop.
 
-A language has one thread at most, round-robin between clients. Two tasks over their limits bar a client from a language
-for a while, but not from reading adapters. Belongs to one event loop.
+A language has at most one thread, round-robin between clients. Two tasks over their limits bar a client from a language
+for a while, but not from reading adapters.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _WORK = {
     ("paused", "resume"): "serving",
 }
 _EXIT = {
-    ("staying", "announce_drain"): "leaving",  # health checks report "draining", requests are accepted
+    ("staying", "announce_drain"): "leaving",  # health checks report "draining"; requests are accepted
     ("staying", "drain"): "draining",
     ("leaving", "drain"): "draining",
     ("staying", "stop"): "stopped",
@@ -34,7 +34,7 @@ _ENDS: dict[str, EngineState] = {"dead": "dead", "stopped": "stopped", "drained"
 
 
 class LifeCycle:
-    """An engine's state: `work` (loading, serving, paused) and `exit` (its shutdown), changed by events."""
+    """An engine's state, changed by events: `work` (loading, serving, paused) and `exit` (its shutdown)."""
 
     def __init__(self) -> None:
         self.work = "loading"

@@ -25,7 +25,7 @@ class LLMEngine(EngineCore, SteppedCalls):
     def from_engine_args(
         cls, engine_args: EngineConfig | str | None = None, *, progress: bool = False, **settings: Any
     ) -> LLMEngine:
-        """Make an engine from `EngineArgs`, or from the arguments of `LLM`: a model and fields of `EngineConfig`."""
+        """Make an engine from `EngineArgs`, or from the arguments of `LLM`."""
         return cls(config_of(engine_args, settings), progress=progress)
 
     def add_request(

@@ -39,7 +39,7 @@ class ModelInfo:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """The tasks of a pooling model; a model with one label also scores."""
+        """The tasks of a pooling model; only one with a single label scores."""
         if self.pooler is None:
             return ()
         if not self.pooler.labels:
@@ -47,7 +47,9 @@ class ModelInfo:
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
 
     def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
-        """Return a cross-encoder's prompt for two texts; the second is cut to fit `most` tokens."""
+        """Return a cross-encoder's prompt for two texts, the second cut to fit `most` tokens; raise UserError if none
+        fits.
+        """
         ids, types = self.tokenizer.encode_pair(first, second)
         over = 0 if most is None else len(ids) - most
         if over > 0:

@@ -1,4 +1,4 @@
-"""Convert sampled tokens to outputs; an exception ends only its request."""
+"""Converts sampled tokens to outputs; an exception ends only its request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
 
-FEW_STREAMS = 32  # running sequences; up to this number each token is an output
-# Tokens per output with more sequences: an output costs 30 to 50 us regardless of its tokens.
+FEW_STREAMS = 32  # running sequences, up to which each token is an output
+# Tokens per output with more: an output costs 30 to 50 us regardless of its tokens.
 MANY_STREAMS_INTERVAL = 8
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class OutputProcessor:
             try:
                 own.read(own.group.tokenizer)
                 own.flush(own.group.tokenizer)
-            except Exception:  # other requests are unaffected
+            except Exception:  # fails one request only
                 self.fail(own.group)
             else:
                 self._end(own, reason, None)
@@ -70,7 +70,7 @@ class OutputProcessor:
             changed[own.group.internal_id] = own.group
             try:
                 self._append(own, count, row, result, events, now)
-            except Exception:  # other requests are unaffected
+            except Exception:  # fails one request only
                 self.fail(own.group)
         for sequence_id in events.failed:
             own = self.sequences.get(sequence_id)
@@ -106,7 +106,7 @@ class OutputProcessor:
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
-            del own.tokens[length:]  # after `abort`, which records all accepted tokens for replay
+            del own.tokens[length:]  # after `abort`, which records all tokens for replay
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:
@@ -150,7 +150,7 @@ class OutputProcessor:
         del self.groups[group.internal_id]
         for forget in self.forgets:
             forget(group)
-        # Counted last, because making the output may turn a finish reason into "error".
+        # Last, because making the output may turn a finish reason into "error".
         for own in group.sequences:
             self._metrics.note_finished(own.finish_reason or "error")
         return output

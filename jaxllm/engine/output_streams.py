@@ -26,14 +26,14 @@ class Stream:
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
         self.needs: asyncio.Future[Any] | None = None  # the request is queued when it ends
-        self.end_reason: FinishReason | None = None  # the request was ended before it was queued
+        self.end_reason: FinishReason | None = None  # set if ended before it was queued
         self._waiter: asyncio.Future[None] | None = None
         self._tokens: dict[int, CompletionOutput] = {}  # by index: token ids, finish reason
 
     def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
-        """Put an output; return latencies as (seconds, tokens, whether first).
+        """Put an output; return latencies as (seconds summed over sequences, tokens, whether first).
 
-        First tokens count from arrival, others from the previous output. Seconds are summed over sequences.
+        First tokens count from arrival, others from the previous output.
         """
         counts = [count for completion in output.outputs if (count := self._count(completion))]
         taken: list[tuple[float, int, bool]] = []
@@ -57,7 +57,7 @@ class Stream:
             merge(self._pending, output)
         else:
             self._pending = output
-        self.is_finished = output.finished  # last: the stream may fail before
+        self.is_finished = output.finished  # last: `fail` may come first
         self._wake()
         return taken
 

@@ -29,5 +29,5 @@ class FailedSteps:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory is exhausted, which XLA reports only in the message."""
+    """Return whether memory is exhausted; XLA reports it only in the message."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

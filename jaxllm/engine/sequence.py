@@ -48,7 +48,7 @@ class Sequence:
     repetition: RepetitionDetector | None = None
     text: list[str] = field(default_factory=list)
     num_read: int = 0  # output tokens in `text`
-    num_shown: int = 0  # output tokens returned; -1 after the end was returned
+    num_shown: int = 0  # output tokens returned; -1: the end too
     text_shown: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
@@ -116,7 +116,7 @@ class Sequence:
         self.num_read += len(tokens)
         self.detokenizer, delta = detokenizer.advance(self.detokenizer, tokenizer, tokens)
         if self.num_read > self.params.min_tokens:
-            self.matcher, delta = match_stops(self.matcher, delta)  # the first `min_tokens` tokens cannot stop
+            self.matcher, delta = match_stops(self.matcher, delta)  # cannot stop
         self._append(delta)
         if tokens and tokens[-1] in self.stop_tokens and self.num_read > self.params.min_tokens:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
@@ -215,7 +215,7 @@ class SequenceGroup:
     """A request: a prompt and its `n` sequences."""
 
     request_id: str
-    internal_id: str  # unique, while `request_id` may be reused before this request ends
+    internal_id: str  # unique; `request_id` may be reused before this request ends
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics

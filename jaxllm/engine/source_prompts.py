@@ -27,7 +27,7 @@ class BothPrompts(NamedTuple):
 
     @property
     def encoder_ids(self) -> list[int]:
-        """The encoder's token ids; none of a spectrogram."""
+        """The encoder's token ids; empty for a spectrogram."""
         return self.content.tolist() if self.content.ndim == 1 else []
 
 
@@ -38,7 +38,7 @@ class SourcePrompts:
     tokenizer: Tokenizer
     vocab_size: int
     longest: int  # tokens of an encoder prompt
-    start: tuple[int, ...]  # a decoder prompt that is not given; others begin with the first of these
+    start: tuple[int, ...]  # default decoder prompt; others begin with its first token
     sound: LogMel | None = None  # of an encoder that reads sound
 
     def read(self, given: Prompt) -> BothPrompts:
@@ -46,7 +46,7 @@ class SourcePrompts:
 
         `given` is the encoder's prompt (text, token ids, or a mapping as in `prompts.parts_of`), or a mapping with
         "encoder_prompt" and optionally "decoder_prompt", each such a prompt; or the result of `mapping`. Sound is
-        {"multi_modal_data": {"audio": samples, or (samples, rate)}}, as "encoder_prompt" or beside a decoder prompt.
+        {"multi_modal_data": {"audio": samples, or (samples, rate)}}, as "encoder_prompt" or with a decoder prompt.
         """
         if isinstance(given, Mapping) and given.get(MEDIA) is not None and self.sound is not None:
             rest = {name: value for name, value in given.items() if name not in (MEDIA, "cache_salt")}
@@ -71,7 +71,7 @@ class SourcePrompts:
         return BothPrompts(*encoded, decoder, self._begin(decoder_ids))
 
     def mapping(self, given: Prompt) -> dict[str, Any]:
-        """Return a prompt of text for the engine, with the decoder's token ids in the usual place."""
+        """Return a prompt of text for the engine, with the decoder's token ids in "prompt_token_ids"."""
         both = self.read(given)
         encoder = {"prompt": both.encoder, "prompt_token_ids": both.encoder_ids}
         return {ENCODER: encoder, "prompt": both.decoder, "prompt_token_ids": both.decoder_ids}

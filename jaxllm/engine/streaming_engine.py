@@ -33,13 +33,13 @@ from jaxllm.request_params import RequestParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-LEAST_SECONDS = 1e-9  # of a request: gRPC's durations have nanoseconds
+LEAST_SECONDS = 1e-9  # of a request; gRPC's durations have nanoseconds
 MAX_SECONDS = 10**9  # of a request: 30 years, the limit of timers
 _MOST_THREADS = 4  # for slow work; more would wait for Python's lock
-# Default bounds of the queue: 90 MB (measured with 4,000 prompts of 256 tokens).
-LEAST_QUEUED = 4096  # sequences, at least
-QUEUED_PER_SLOT = 4  # sequences for each slot, if that is more
-LEAST_QUEUED_TOKENS = 2**20  # prompt tokens, at least; or 16 contexts
+# Default bounds of the queue, 90 MB (measured with 4,000 prompts of 256 tokens): the larger of two.
+LEAST_QUEUED = 4096  # sequences
+QUEUED_PER_SLOT = 4  # sequences for each slot
+LEAST_QUEUED_TOKENS = 2**20  # prompt tokens; or 16 contexts
 
 
 class Queue(Protocol):
@@ -90,8 +90,6 @@ class StreamingEngine:
         self._tokenizing: FairThreads | None = None
         self._of_adapters: LanguageThreads | None = None
 
-    # Overridden by subclasses.
-
     @property
     def model(self) -> ModelInfo:
         """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
@@ -112,7 +110,7 @@ class StreamingEngine:
         return False
 
     async def _begin(self) -> None:
-        """Start loading the model; `_started` is set when it is loaded."""
+        """Start loading the model; set `_started` when it is loaded."""
 
     async def _accept(
         self,
@@ -129,7 +127,7 @@ class StreamingEngine:
         raise UnavailableError(NOT_STARTED)
 
     def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
-        """Begin the work that must end before a request is queued; its result is None or a request to queue instead."""
+        """Begin the work that must end before a request is queued; the result is None or a request to queue instead."""
 
     async def start(self) -> None:
         """Load the model and wait for it; raise an error if it cannot be loaded."""
@@ -147,7 +145,7 @@ class StreamingEngine:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # for example cancelled: `close` is not called then
+        except BaseException:  # for example cancelled: then `close` is not called
             self._life.on("stop")
             self._queue.stop()
             raise
@@ -261,7 +259,7 @@ class StreamingEngine:
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for such work, at most until the request ends; return the request, perhaps changed."""
+        """Wait for the work of `_needs` or the end of the request; return the request, perhaps changed."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:
@@ -281,17 +279,16 @@ class StreamingEngine:
     def check_room(self) -> None:
         """Raise an error if `generate` would refuse every request.
 
-        Called before a request's body is read: refusals must be cheap, or an overload leaves no time for accepted
-        requests.
+        Cheap, because it precedes reading a request's body, also in an overload.
         """
         self._check_serving()
         self.check_queue(1, 0)
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Raise OverloadedError if sequences would exceed the queue's bounds.
+        """Raise OverloadedError if sequences would exceed the queue's bounds, UserError if an empty queue could not
+        hold them.
 
-        `num_sequences` and `num_tokens` are sums over `num_prompts`. Raises UserError for more sequences than slots and
-        queue can hold: a retry would not help.
+        `num_sequences` and `num_tokens` are sums over `num_prompts`.
         """
         load = self.get_load()
         most = most_queued(self.max_queued_requests, load.max_running)
@@ -360,7 +357,7 @@ class StreamingEngine:
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return  # `resume` or `drain` was called during the wait, and perhaps `pause` again
+                return  # `resume` or `drain` was called, and perhaps `pause` again
         self._queue.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()

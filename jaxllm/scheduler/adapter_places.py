@@ -1,7 +1,6 @@
 """Selects the adapters resident on the device, and the waiting requests that may use or replace one.
 
-Residents are adapter numbers in one order: idle ones first, least recently used first; then those of running requests,
-longest in use first.
+Residents are adapter numbers: idle ones first, least recently used first; then those in use, longest in use first.
 """
 
 from __future__ import annotations
@@ -11,20 +10,18 @@ from collections.abc import Set
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
     """Move residents without requests to the front, in order; return the same object if nothing moves."""
-    ordered = tuple(sorted(residents, key=in_use.__contains__))  # a stable sort
+    ordered = tuple(sorted(residents, key=in_use.__contains__))  # stable
     return residents if ordered == residents else ordered
 
 
 class AdapterPlaces:
     """The places for adapters while one plan admits requests, called in order of rank.
 
-    Each waiting adapter claims a place: a free one, or else that of the adapter longest in use, which then accepts no
-    request of lower rank. So that place drains, and the first waiting request is admitted once the requests of the
-    draining adapter have ended.
+    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which then accepts no
+    request of lower rank, so that it drains and the first waiting request is admitted.
 
-    At most half of the places drain at a time, excluding adapters that entered use in this plan: further waiting
-    requests share these, and steps stay full. Without both rules, 200 adapters with 10 requests each ran 8 rows a step
-    instead of 48.
+    At most half of the places drain at a time, excluding adapters that entered use in this plan, so that steps stay
+    full. Without both rules, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:
@@ -39,8 +36,8 @@ class AdapterPlaces:
     def admits(self, adapter: int) -> bool:
         """Return whether the next request may have its adapter in this plan; if not, claim a place.
 
-        A plan may add one adapter: that bounds the transfer before the step, and the adapters on the device besides
-        those of steps in flight.
+        A plan adds at most one adapter, which bounds the transfer before the step and the memory for adapters of steps
+        in flight.
         """
         if not adapter:
             return True

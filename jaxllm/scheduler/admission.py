@@ -1,7 +1,4 @@
-"""Admission of waiting requests to slots and blocks, by rank.
-
-Letters: S slots, R rows of a plan.
-"""
+"""Admission of waiting requests to slots and blocks, by rank. Letters: S slots, R rows of a plan."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ def admit(
 ) -> None:
     """Admit waiting requests by rank while tokens, slots and blocks suffice for the first.
 
-    A request that lacks only a place for its adapter, or waits for blocks from elsewhere, is skipped, and stays in the
-    queue. Adds to `rows`, whose tokens
-    count against `budget`, to `admitted` and to `table`.
+    A request that lacks only a place for its adapter, or waits for blocks from elsewhere, is skipped and stays queued.
+    Adds to `rows`, whose tokens count against `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
@@ -46,10 +42,10 @@ def admit(
             continue
         if places is not None:
             adapter = entry.request.adapter
-            if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue
+            if adapter in places.closed or not places.admits(adapter):  # the former is usual
                 skipped += beam_groups.queued(editor.waiting, place) if entry.request.beam_group else (entry,)
                 continue
-        if limits.whole_prompts and entry.num_tokens > budget:  # a step without other rows has room for any
+        if limits.whole_prompts and entry.num_tokens > budget:  # alone it always fits
             break
         if entry.request.beam_group:
             members = beam_groups.queued(editor.waiting, place)
@@ -63,7 +59,7 @@ def admit(
             budget -= num_tokens
             num_running += len(members)
             continue
-        # The last known token is always computed: the next token is sampled from its logits.
+        # The last known token is always computed, for its logits.
         readable = (entry.num_tokens - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
@@ -137,9 +133,9 @@ def _admit_beam_group(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> int | None:
-    """Give slots and blocks to all members of a beam group; return the tokens of its rows; None if it does not fit.
+    """Give slots and blocks to all members of a beam group; return the tokens of its rows, or None if it does not fit.
 
-    Adds to `rows`, `admitted` and `table`. Later plans continue members for which no tokens are left, in order of rank.
+    Adds to `rows`, `admitted` and `table`. Members without tokens left in the budget continue in later plans.
     """
     if len(members) > len(free_slots):
         return None
@@ -205,7 +201,7 @@ def _find_windowed(editor: StateEditor, limits: Limits, digest: bytes) -> int | 
 def _load(
     editor: StateEditor, limits: Limits, entry: Waiting, group: int, found: Sequence[int], first: int = 0
 ) -> list[int]:
-    """Load the host's blocks among those `found` for a request, the first of which is block `first` of its sequence."""
+    """Load the host's blocks among those `found` for a request; `found` begins at block `first` of its sequence."""
     for place, block in enumerate(found, first):
         if block < 0 and not group:
             editor.describe(entry.request, entry.digests, range(place, place + 1), limits.block_size)

@@ -1,8 +1,8 @@
 """Beam groups: requests of one prompt that run together and fork, for example the beams of a search.
 
-The members of a beam group are consecutive in rank, and are admitted, preempted and removed together. Until the first
-fork only the leader, the first in rank, computes. A member's next row waits until all have results and `fork` has
-chosen the sequences to continue and their tokens; other requests keep two steps in flight.
+Members are consecutive in rank, and are admitted, preempted and removed together. Until the first fork only the leader,
+the first in rank, computes. A member's next row waits until all have results and `fork` has chosen the sequences to
+continue and their tokens; other requests keep two steps in flight.
 
 A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
 one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks.
@@ -22,18 +22,18 @@ from jaxllm.scheduler.state import Fork, Limits, Plan, Request, Running, StateEd
 
 
 class Found(NamedTuple):
-    """The cached part of a member that is being admitted: indexed blocks, or those of an earlier member."""
+    """The cached part of a member being admitted: indexed blocks, or those of an earlier member."""
 
     hits: list[int]
     sibling: int = 0  # number of an earlier member …
     count: int = 0  # … and the number of its first blocks to share, if more than `hits`
-    near: Sequence[int] = ()  # windowed layers' blocks of the hits in the window
+    near: Sequence[int] = ()  # windowed layers' blocks in the window
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
     """Return the most blocks that a beam group of `width` members can occupy.
 
-    Members share the prompt's full blocks, but not those of windowed layers, see `find`.
+    They share the prompt's full blocks, but not those of windowed layers, see `find`.
     """
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
@@ -41,7 +41,7 @@ def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> in
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Raise ValueError for beam groups with members that are not consecutive or differ in prompt."""
+    """Raise ValueError if members of a beam group are not consecutive or differ in prompt."""
     for at, request in enumerate(requests):
         if not request.beam_group:
             continue
@@ -78,10 +78,10 @@ def with_members(beam_groups: Sequence[tuple[int, ...]], slots: Sequence[int]) -
 def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
     """Return the cached part of each member of a waiting beam group.
 
-    Of a new beam group only the leader has one. In a preempted one a member shares the full blocks of an earlier
-    member up to their first difference, even if not computed yet: chunks are planned by rank, so a member attends to
-    tokens that an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier
-    member may have freed the block, or not have it yet.
+    Of a new group only the leader has one. In a preempted group a member shares the full blocks of an earlier member up
+    to their first difference, even if not computed yet: chunks are planned by rank, so the earlier member computes them
+    in that step or before. Windowed layers do not share this way: the earlier member may have freed the block, or not
+    have it yet.
     """
     if entries[0].num_tokens == entries[0].request.num_prompt:
         entries = entries[:1]
@@ -105,7 +105,7 @@ def _num_equal(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def held(editor: StateEditor) -> np.ndarray:
-    """Return the slots of members whose newest token is not chosen yet, intp[·]: they have no work."""
+    """Return the slots of members whose newest token is not chosen yet, so without work, intp[·]."""
     slots = _all_slots(editor)
     return slots[editor.slots.num_tokens[slots] < editor.slots.length[slots]]
 
@@ -113,7 +113,7 @@ def held(editor: StateEditor) -> np.ndarray:
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
     """Remove the rows of beam groups from `live`, bool[R], and count their results.
 
-    Returns these rows, and the leaders' ids of the beam groups with all results.
+    Returns these rows, and the leaders' ids of the groups with all results.
     """
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
@@ -131,7 +131,7 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     """Continue each member of a beam group as a child of one of them, with a known newest token.
 
-    One move per member; all must have results, and be below their limit.
+    Needs one move per member; all have results and are below their limit. Raises ValueError otherwise.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
@@ -147,7 +147,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     num_computed, limit = int(slots.num_computed[beam_group[0]]), editor.owner(beam_group[0]).request.limit
     if num_computed + 1 >= limit or any(slots.num_tokens[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    keepers: dict[int, int] = {}  # child that keeps each parent's last block: the parent itself if possible
+    keepers: dict[int, int] = {}  # child that keeps each parent's last block, by parent
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in beam_group}
@@ -157,12 +157,12 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     for target, source in pairs:
         if target == source:
             continue
-        # The indexed blocks keep their digests: the tokens were the parent's.
+        # Indexed blocks keep their digests: the tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
         if num_freed[target] != num_freed[source]:
             own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.num_tokens[slot]:  # its first row: a chunk of one token, with the initial data of a slot
+        if not slots.num_tokens[slot]:  # its first row: a chunk of one token, for the initial data of a slot
             own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
         own.num_computed[slot] = num_computed
@@ -180,8 +180,8 @@ def _inherit(
 ) -> None:
     """Give each child its parent's blocks of a group, except a partial last one with another keeper.
 
-    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block. `num_computed`
-    tokens of each are in the cache.
+    `pairs`: slots of child and parent; `keepers`: child that keeps each parent's last block; `num_computed`: tokens of
+    each in the cache.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
     num_full, num_partial = divmod(num_computed, limits.block_size)
@@ -209,9 +209,9 @@ def _inherit(
 
 
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the changes by forks for the next plan, once it has allocated blocks.
+    """Return and clear the changes by forks, for a plan that has allocated its blocks.
 
-    Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 5] as in `Plan.moves`.
+    Entries of block tables as `Plan.table`, int32[·, 3], and moves as `Plan.moves`, int32[·, 5].
     """
     moves = [
         (group, DEVICE, source, DEVICE, (editor.window_tables if group else editor.tables)[slot][-1])
@@ -234,7 +234,7 @@ def _all_slots(editor: StateEditor) -> np.ndarray:
 
 
 def _has_answered(editor: StateEditor, beam_group: Sequence[int]) -> bool:
-    """Whether each computing member has a result without a chosen token."""
+    """Return whether each computing member has a result without a chosen token."""
     slots = editor.slots
     own = [slot for slot in beam_group if slots.num_tokens[slot]]
     columns = (

@@ -1,9 +1,7 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is used by running requests (`references` counts them), or cached (unused, with content in the prefix index), or
-free. Contents are hashes.
-
-Letters: N blocks in the pool.
+A block is used (`references` counts its running requests), cached (unused, with content in the prefix index), or free.
+Contents are hashes. Letters: N blocks in the pool.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The shards of the prefix index are byte strings, so that a change copies 1 kB and counts no references. Copying dicts
-# took half of a step that replaced 26 of 4,096 requests.
+# Shards of the prefix index are byte strings, so that a change copies 1 kB and counts no references. Copying dicts took
+# half of a step that replaced 26 of 4,096 requests.
 SHARD_BLOCKS = 32  # blocks of the pool per shard
 MOST_SHARDS = 8192  # a change copies their list too
 BLOCK_BYTES = 4
-QUEUE_CHUNK = 1024  # entries in a chunk of a rebuilt queue: an eviction copies the rest of one
-MOST_STALE = 1024  # entries of the queue, too few to sweep
+QUEUE_CHUNK = 1024  # entries in a chunk of a rebuilt queue: an eviction copies its rest
+MOST_STALE = 1024  # stale entries that are too few to sweep
 
 
 class Cached(NamedTuple):
@@ -34,7 +32,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    Columns, because tuples would be 200,000 objects for 4,096 requests, all visited by Python's garbage collector.
+    Columns, because tuples would be 200,000 objects for Python's garbage collector at 4,096 requests.
     """
 
     blocks: tuple[int, ...]
@@ -44,16 +42,16 @@ class Chunk(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """N blocks and their users; arrays are read-only."""
+    """N blocks and their users, in read-only arrays."""
 
-    references: np.ndarray  # int16[N]: block tables with the block (of at most 2**14 slots)
-    stamps: np.ndarray  # int32[N]: incremented when a cached block is hit, so that its queue entry is stale
-    free: np.ndarray  # int32[F]: blocks without content, taken from the end
+    references: np.ndarray  # int16[N]: block tables with the block (at most 2**14)
+    stamps: np.ndarray  # int32[N]: incremented when a cached block is hit, which makes its queue entry stale
+    free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int  # of the queue, including stale ones
+    num_entries: int  # of the queue, with stale ones
     oldest: Chunk | None  # queue of cached blocks, least recently released first …
     newest: Chunk | None  # … continued in reverse (a two-list queue: amortised O(1))
-    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests with their blocks
+    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests and blocks
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +59,6 @@ class Pool(NamedTuple):
 
     @property
     def num_available(self) -> int:
-        """Free and cached blocks."""
         return len(self.free) + self.num_cached
 
     @property
@@ -70,7 +67,7 @@ class Pool(NamedTuple):
 
 
 def make_pool(num_blocks: int) -> Pool:
-    """Block 0 is taken first."""
+    """Return a pool of free blocks; block 0 is taken first."""
     return Pool(
         references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
@@ -84,10 +81,9 @@ def make_pool(num_blocks: int) -> Pool:
 
 
 def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
-    """Return the root of a chain of digests, for a cache salt and other content.
+    """Return the root of a chain of digests, for a cache salt and `content`, a digest of all inputs except tokens.
 
-    `content` is a digest of all other inputs except tokens, for example an adapter. Each part follows its length, so
-    that different pairs have different roots.
+    Each part follows its length, so that different pairs have different roots.
     """
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, content))).digest()
 
@@ -95,7 +91,7 @@ def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the digest of a full block: of its tokens (int32, little-endian) and the parent's digest.
 
-    SHA-256, because a hit is served without comparing tokens (vLLM CVE-2025-25183 is an attack on a guessable hash).
+    SHA-256, because a hit is served without comparing tokens (CVE-2025-25183: vLLM's guessable hash was attacked).
     """
     return sha256(parent + tokens).digest()
 
@@ -122,9 +118,9 @@ class PoolEditor:
         self._stamps: np.ndarray | None = None
         self._shards: Sequence[bytes] = pool.shards  # a list after a change
         self._records = records
-        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: (whether added, digest)
+        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: (is added, digest)
         self.evicted: list[tuple[bytes, int]] = []  # (digest, block), in order
-        self._free = pool.free  # only cut at its end; freed blocks are in the next list
+        self._free = pool.free  # only cut at its end
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
         self._num_entries = pool.num_entries
@@ -133,7 +129,6 @@ class PoolEditor:
 
     @property
     def num_available(self) -> int:
-        """Free and cached blocks."""
         return len(self._free) + len(self._freed) + self._num_cached
 
     def find(self, digest: bytes) -> int | None:
@@ -183,7 +178,7 @@ class PoolEditor:
         return taken
 
     def publish(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Add (digest, block) pairs to the index; digests in it keep their blocks."""
+        """Add (digest, block) pairs to the index; known digests keep their blocks."""
         shards = self._own_shards()
         num_shards = len(shards)
         for digest, block in entries:
@@ -255,11 +250,11 @@ class PoolEditor:
             newest=self._newest,
             shards=tuple(self._shards),
         )
-        # Each hit of a cached prefix leaves stale entries, which must not outnumber the others.
+        # Hits of cached prefixes leave stale entries, which must not outnumber the others.
         return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool
 
     def _evict(self, count: int) -> list[int]:
-        """Remove the `count` least recently released cached blocks from queue and index, and return them."""
+        """Remove the `count` least recently released cached blocks from queue and index; return them."""
         stamps = self._pool.stamps if self._stamps is None else self._stamps
         evicted: list[int] = []
         while len(evicted) < count:
@@ -340,7 +335,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with an entry for a digest and its block added; its first byte is the length of digests."""
+    """Return a shard with an entry added; a shard's first byte is the length of its digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
@@ -364,7 +359,7 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Make a queue of cached blocks, whose entries are in order of eviction."""
+    """Make a queue from cached blocks in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
@@ -374,7 +369,7 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """Yield the queue's entries in order of eviction, without stale ones."""
+    """Yield the queue's valid entries in order of eviction."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

@@ -1,10 +1,11 @@
 """Images in prompts: the budget of their encoder, and the cache of its outputs on the device.
 
 A segment is a run of placeholder tokens, which get an image's embeddings. A plan encodes the images that its chunks
-read, if they are not cached; a chunk ends before an image that exceeds budget or room. The cache is an array
-of units, each of a fixed number of embeddings; images are evicted in order of last use, except those that chunks of
-this plan read and those of which a running request has read a part. The device encodes before the step of the plan and
-after all earlier steps, so an evicted image's units may be overwritten at once.
+read, if not cached; a chunk ends before an image that exceeds budget or room.
+
+The cache is an array of units, each of a fixed number of embeddings. Images are evicted in order of last use, except
+those that this plan's chunks read or a running request has read in part. The device encodes after all earlier steps, so
+an evicted image's units may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Encode(NamedTuple):
     """An image or source to encode before a step."""
 
     sequence_id: int
-    index: int  # of the request's segments; of a source (see sources.py): blocks at its beginning that have it already
+    index: int  # of the request's segments; of a source (sources.py): leading blocks that are cached
     units: tuple[int, ...]
 
 
@@ -54,7 +55,7 @@ def make_cache(num_units: int) -> EncoderCache:
 
 
 def cut(segments: Sequence[Segment], num_blocks: int, block_size: int) -> int:
-    """Return the number of cached leading blocks to use: they must not end inside an image."""
+    """Return the number of cached leading blocks that do not end inside an image."""
     for segment in reversed(segments):
         if segment.start < num_blocks * block_size < segment.end:
             num_blocks = segment.start // block_size
@@ -64,7 +65,7 @@ def cut(segments: Sequence[Segment], num_blocks: int, block_size: int) -> int:
 def chained(
     parent: bytes, tokens: bytes, block_size: int, segments: Sequence[Segment], first_block: int
 ) -> list[bytes]:
-    """Return digests as `block_pool.chained`; those of blocks with parts of images depend on image and part."""
+    """Return digests as `block_pool.chained`, in which blocks with parts of images depend on image and part."""
     digests = []
     for number in range(len(tokens) // (4 * block_size)):
         start = (first_block + number) * block_size
@@ -79,7 +80,7 @@ def chained(
 
 
 def held(segments: Sequence[Segment], num_computed: int) -> list[bytes]:
-    """Return the digests of images of which a request has read a part, but not all."""
+    """Return the digests of images that a request has read in part."""
     return [segment.digest for segment in segments if segment.start < num_computed < segment.end]
 
 
@@ -97,7 +98,7 @@ class EncoderEditor:
     def reach(
         self, sequence_id: int, segments: Sequence[Segment], start: int, length: int, budget: int, unit: int
     ) -> int:
-        """Return the length of a chunk from `start`, at most `length`: it ends before an image without embeddings.
+        """Return the length of a chunk from `start`, at most `length`, that ends before an image without embeddings.
 
         Encodes images of the chunk. `budget`: most tokens of images that one plan encodes, unless the first has more.
         """
@@ -109,7 +110,7 @@ class EncoderEditor:
         return length
 
     def forget(self, segments: Sequence[Segment]) -> None:
-        """Remove a request's images, which may be the cause of its failure."""
+        """Remove the images of a failed request, which may be the cause."""
         for segment in segments:
             self._free += self._entries.pop(segment.digest, ())
 
@@ -124,7 +125,7 @@ class EncoderEditor:
                 return False
             self._num_encoded += segment.length
             self.encodes.append(Encode(sequence_id, index, units))
-        self._entries[segment.digest] = units  # now the most recently used
+        self._entries[segment.digest] = units  # now most recently used
         self._kept.add(segment.digest)
         return True
 

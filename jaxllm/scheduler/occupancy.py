@@ -33,11 +33,11 @@ def occupy(
 
 
 def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Queue a running request again with its known tokens; `vacate` must free its slot and blocks."""
+    """Queue a running request again with its known tokens; `vacate` must follow."""
     record = editor.owner(slot)
     num_tokens = (
         int(editor.slots.num_tokens[slot]) or record.request.num_prompt
-    )  # of a beam group's member without work: no tokens yet
+    )  # 0: member of a beam group before its first row
     digests = digests_of(record.request, limits, record.digests, num_tokens)
     editor.enqueue([Waiting(record.request, record.order, num_tokens, digests)])
 
@@ -47,9 +47,8 @@ def vacate(
 ) -> None:
     """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
-    Steps in flight may have written tokens and drafts that are not the request's; their blocks are not indexed.
-    Indexing waits until here, because the next turn of a conversation follows the end of this one, and digests cost 2
-    us a block (62 of them a step at 1,000 running requests).
+    Blocks that steps in flight may have written are not indexed: their tokens may not be the request's. Indexing waits
+    until here because digests cost 2 us a block (62 blocks a step at 1,000 running requests).
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
@@ -64,7 +63,7 @@ def vacate(
             swap(0, digests, table)
             if limits.window:
                 swap(windowed.GROUP, digests[int(editor.slots.num_freed[slot]) :], editor.window_tables[slot])
-        # The block of a prompt's end is indexed, even if its last token is computed again.
+        # The prompt's last block is indexed even if its last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
         if limits.window:
@@ -127,7 +126,7 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 
 
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
-    """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk."""
+    """Return the length of a chunk that ends before an image without embeddings; encode the chunk's images."""
     if not request.media:
         return length
     return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

@@ -1,7 +1,4 @@
-"""The scheduler with its state; a recorder may observe all calls.
-
-`jaxllm replay` repeats recorded calls without a device, and gets the same plans.
-"""
+"""The scheduler with its state, and a recorder that observes all calls, which `jaxllm replay` repeats."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Recorder(Protocol):
         """Record queued requests."""
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        """Record aborted requests, with reasons by id."""
+        """Record aborted requests with their reasons, by id."""
 
     def was_reset(self) -> None:
         """Record a reset of the cache."""
@@ -34,7 +31,7 @@ class Recorder(Protocol):
         """Record the ends of copies to the host."""
 
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """Record blocks of a prompt that another engine computed, and the host blocks that they were given."""
+        """Record fetched blocks of a prompt, and the host blocks that they were given."""
 
     def passed_over(self, request_ids: Collection[int]) -> None:
         """Record the waiting requests that are not admitted for now."""
@@ -109,7 +106,6 @@ class RecordedScheduler:
             self._recorder.passed_over(request_ids)
 
     def plan(self, now: float) -> Plan:
-        """Plan the next step."""
         self.state, plan = scheduler.plan(self.state, self.limits, now)
         if self._recorder is not None:
             self._recorder.planned(plan)

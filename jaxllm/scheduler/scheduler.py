@@ -1,8 +1,7 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-Token ids matter only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
-
-Letters: S slots, R rows of a plan, P tokens per block.
+Token ids matter only as the content of blocks. state.py has the data. Letters: S slots, R rows of a plan, P tokens per
+block.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from jaxllm.scheduler.state import (
 
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, source: Source | None = None) -> None:
-    """Raise ContextLengthError for a request of at most `limit` tokens, or a beam group of `width`, beyond the pool."""
+    """Raise ContextLengthError if a request of at most `limit` tokens, or a beam group of `width`, exceeds the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
@@ -74,7 +73,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
             raise ValueError(f"request {request.name!r:.80} has a source, which no encoder reads")
         is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
         if before and is_sample and before.request.tokens == request.tokens:
-            digests = before.digests  # the next sample of the same prompt
+            digests = before.digests  # another sample of the same prompt
         else:
             digests = occupancy.digests_of(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
@@ -84,7 +83,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Remove requests and their beam groups in any phase, and release their blocks; unknown ids are ignored."""
+    """Remove requests and their beam groups in any phase, and release their blocks; ignore unknown ids."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
     queue = [entry.request for entry in state.waiting if entry.request.beam_group]
@@ -103,7 +102,7 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
 
 
 def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
-    """Record the ends of copies to the host: successful ones can be found from now on."""
+    """Record the ends of copies to the host; the successful ones can be found now."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.land(landed)
@@ -113,9 +112,9 @@ def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
 def receive(
     state: State, limits: Limits, owner: int, blocks: Sequence[tuple[int, int]]
 ) -> tuple[State, tuple[int, ...]]:
-    """Take blocks of a waiting request's prompt, each a group and an index, into the host's tier until it runs.
+    """Take fetched blocks of a waiting request's prompt, (group, index) each, into the host's tier until it runs.
 
-    Returns the host block for the content of each; -1: not wanted. The caller writes them before the next plan.
+    Returns the host block for the content of each, which the caller writes before the next plan; -1: not wanted.
     """
     entry = next((each for each in state.waiting if each.request.sequence_id == owner), None)
     digests = () if entry is None or not limits.num_host_blocks else entry.digests
@@ -131,7 +130,7 @@ def receive(
 def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
     """Admit none of these requests until the next call or reset; other requests may overtake them.
 
-    For requests without beams whose blocks are being fetched to the host's tier. The caller bounds the time.
+    For requests without beams whose blocks are being fetched. The caller bounds the time.
     """
     editor = StateEditor(state)
     if limits.num_host_blocks:
@@ -143,7 +142,7 @@ def reset(state: State, limits: Limits) -> State:
     """Clear the cache: running requests return to the queue with their tokens, and the pool is new.
 
     For a device that lost its cache, for example in a failed step with donated input. Resident adapters are cleared
-    too: later requests bring theirs, and the host may lack idle ones.
+    too, since the host may lack idle ones.
     """
     editor = StateEditor(state)
     slots = _taken_slots(editor)
@@ -245,9 +244,9 @@ def commit(
     token and at the request's limit; a request whose limit is its prompt yields none and ends. A row with a count of 0
     was not sampled in time: a later plan computes its last token again.
 
-    Results of requests that ended, were preempted or got further tokens since are dropped: the request samples the
-    token again, equal because randomness depends only on seed and position. Non-finite logits end the row's request
-    with its beam group. Rows of beam groups yield no tokens: see `fork`.
+    Results of requests that ended, were preempted or got further tokens since are dropped; the same token is sampled
+    again, because randomness depends only on seed and position. Non-finite logits end the row's request with its beam
+    group. Rows of beam groups yield no tokens: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -295,7 +294,7 @@ def commit(
         finished[int(ids[row])] = "stop" if stopped[row] else "length"
     failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
     if finished or failed:
-        for slot in failed_slots:  # their blocks may contain the cause of their non-finite logits
+        for slot in failed_slots:  # their blocks may contain the cause
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
             if limits.num_host_blocks:
                 editor.host.forget(editor.owner(slot).digests)
@@ -320,9 +319,9 @@ def commit(
 
 
 def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
-    """Continue the members of a beam group with all results, each as a child of one of them; see beam groups.py.
+    """Continue the members of a beam group as children of members; see beam_groups.py.
 
-    As in `commit`, the caller appends the tokens, to the parent's tokens before this call.
+    The caller appends the tokens, to the parent's tokens before this call.
     """
     editor = StateEditor(state)
     beam_groups.fork(editor, limits, moves)
@@ -364,7 +363,7 @@ def _cut(
 
 
 def _give(editor: StateEditor, slots: np.ndarray) -> None:
-    """Send all known tokens of slots to the device; drop results in flight, which did not use them."""
+    """Send all known tokens of slots to the device; drop results in flight, which lack them."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -443,8 +442,8 @@ def _verify(
 ) -> tuple[int, np.ndarray]:
     """Add drafts to the rows of a plan; return their number and the rows' new lengths.
 
-    Steps with prompt chunks have no drafts, since these run with many requests, where drafts pay least; nor do steps
-    with a row that must not draft, for example one that waits for its grammar's masks.
+    A step has no drafts if it has prompt chunks, since drafts pay least with many requests, or a row that must not
+    draft, for example one that waits for its grammar's masks.
     """
     if not may_draft:
         if editor.slots.has_drafts[row_slots].any():
@@ -486,7 +485,7 @@ def _continue_prompts(
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
-    """Return which chunks of int32[·, 3] reach the end of their sequence."""
+    """Plan chunks, int32[·, 3]; return which reach the end of their sequence."""
     slots = chunks[:, 0]
     num_computed, length = editor.own_slots.num_computed, editor.own_slots.length
     num_computed[slots] += chunks[:, 2]
@@ -498,7 +497,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths of one token, and flags that all rows sample; both read-only, shared between plans."""
+    """Return lengths of one token, and flags that all rows sample; read-only, shared between plans."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

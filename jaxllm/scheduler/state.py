@@ -1,7 +1,6 @@
 """The scheduler's data: requests, slots, plans, events; and the editor that makes the next state.
 
-Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses (DECISIONS, "The
-scheduler is a pure function over columns").
+Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses.
 
 Letters: S slots, R rows of a plan, U block-table entries. While a step that verifies drafts is in flight,
 `num_computed` and `length` assume that all drafts are accepted.
@@ -36,26 +35,26 @@ class Limits:
     max_step_chunks: int  # prompts computed in one step
     records_blocks: bool = False  # states have `block_events`
     whole_prompts: bool = False  # no chunks of prompts; `max_step_tokens` holds the longest
-    max_adapters: int = 0  # distinct ones of running requests, resident on the device
+    max_adapters: int = 0  # distinct ones of running requests
     max_drafts: int = 0  # per row, K; 0: no drafting
     max_verified: int = 0  # tokens of a step that verifies drafts
     token_cost: int = 0  # time of a further token in a decode step, in thousandths of the step's fixed time
     draft_cost: int = 0  # … of drafting a token
-    window: int = 0  # tokens visible to queries in the layers of a second group of blocks, see windowed.py; 0: no group
+    window: int = 0  # tokens visible to queries in layers of a second group of blocks, see windowed.py; 0: no group
     num_window_blocks: int = 0  # of that group's pool
-    num_host_blocks: int = 0  # of the host's tier, see host_tier.py; 0: no such tier
+    num_host_blocks: int = 0  # of the host's tier, see host_tier.py; 0: no tier
     num_host_window_blocks: int = 0
     max_stores: int = 0  # concurrent copies to the host, of each group
-    swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs again
-    stores_prompts: bool = False  # copy the blocks of prompts to the host's tier when computed, not when evicted
+    swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs
+    stores_prompts: bool = False  # store blocks of prompts in the host's tier when computed, not when evicted
     num_media_units: int = 0  # of the encoder's cache, see media.py; 0: no encoder
     media_unit: int = 1  # embeddings of a unit
-    max_encoded: int = 0  # tokens of images or sources that a plan encodes, except for its first one
-    max_source: int = 0  # most tokens of an encoder's input, see sources.py; 0: no encoder-decoder model
+    max_encoded: int = 0  # tokens of images or sources that a plan encodes, beyond its first one
+    max_source: int = 0  # tokens of an encoder's input, see sources.py; 0: no encoder-decoder model
 
     @property
     def num_groups(self) -> int:
-        """Groups of blocks: of layers without windows, or all; and of windowed layers."""
+        """The number of block groups: layers without windows, or all; and windowed layers."""
         return 2 if self.window else 1
 
     @property
@@ -77,14 +76,14 @@ class Request:
     sequence_id: int
     tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends results
     num_prompt: int
-    limit: int  # most tokens, including the prompt; `num_prompt`: computed without yielding a token
-    stop_ids: tuple[int, ...] = ()  # sampling one ends it; the usual one first
+    limit: int  # most tokens with the prompt; `num_prompt`: computed without yielding a token
+    stop_ids: tuple[int, ...] = ()  # the usual one first
     priority: int = 0  # lower first
     root: bytes | None = b""  # only requests of equal root share blocks; None: not shared
-    adapter: int = 0  # its adapter's number, 0 for none
+    adapter: int = 0  # number; 0: none
     may_draft: bool = True  # steps with it may verify drafts
-    reads_cache: bool = True  # use cached blocks; its blocks are cached in any case
-    beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam groups.py; 0: no beam group
+    reads_cache: bool = True  # use cached blocks; it leaves cached blocks in any case
+    beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam_groups.py; 0: none
     name: str = ""  # for logs and recordings
     media: tuple[Segment, ...] = ()  # its images, in order
     source: Source | None = None  # of an encoder-decoder model
@@ -118,11 +117,11 @@ class Running:
 
 
 class Slots(NamedTuple):
-    """Columns that change every step: one row per slot, read-only, replaced as a whole."""
+    """Read-only columns, one row per slot; a change replaces a column as a whole."""
 
     epochs: np.ndarray  # int64[S]: number of the admission to the slot, 0 if free
     ids: np.ndarray  # int64[S]
-    num_prefill: np.ndarray  # int32[S]: tokens that are computed in chunks; the device samples the later ones
+    num_prefill: np.ndarray  # int32[S]: tokens computed in chunks; the device samples the later ones
     num_computed: np.ndarray  # int32[S]: tokens with keys and values once all planned steps have run
     length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
     num_tokens: np.ndarray  # int32[S]: tokens whose values are on the host
@@ -130,13 +129,13 @@ class Slots(NamedTuple):
     num_returned: np.ndarray  # int32[S]: … those with results, or not wanted any more
     limit: np.ndarray  # int32[S]: most tokens
     capacity: np.ndarray  # int32[S]: tokens that its blocks hold
-    stop_id: np.ndarray  # int32[S]: its usual stop token; without one, at least the vocabulary's size
-    has_more_stops: np.ndarray  # bool[S]: further stop tokens must be checked
-    may_draft: np.ndarray  # bool[S]: its rows may verify drafts; for this and the next columns see drafting.py
+    stop_id: np.ndarray  # int32[S]: its usual stop token; else at least the vocabulary's size
+    has_more_stops: np.ndarray  # bool[S]: other stop tokens must be checked
+    may_draft: np.ndarray  # bool[S]: its rows may verify drafts; see drafting.py for the next columns too
     has_drafts: np.ndarray  # bool[S]: the device has drafts for it once all planned steps have run
     num_drafted: np.ndarray  # int32[S]: its recent drafts that were verified …
     num_accepted: np.ndarray  # int32[S]: … and accepted
-    num_freed: np.ndarray  # int32[S]: blocks of windowed layers, from the first token on, that were freed
+    num_freed: np.ndarray  # int32[S]: leading blocks of windowed layers that were freed
 
 
 class Fork(NamedTuple):
@@ -153,7 +152,7 @@ class BlockStored(NamedTuple):
     digest: bytes
     parent: bytes | None  # of the previous block, None for the first
     tokens: tuple[int, ...]
-    adapter: int = 0  # of the request that computed it; others with equal content share the block
+    adapter: int = 0  # of the request that computed it; others may share the block
 
 
 class BlockRemoved(NamedTuple):
@@ -180,20 +179,20 @@ class State(NamedTuple):
     num_added: int = 0
     num_admitted: int = 0
     num_planned: int = 0
-    # Numbers of resident adapters: idle ones first, least recently used first; then those in use, longest in use first.
+    # Resident adapters: idle ones first, least recently used first; then those in use, longest in use first.
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # since they were taken; None: not recorded
     beam_groups: tuple[tuple[int, ...], ...] = ()  # slots of each running beam group, the leader's first
-    # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; copies (group, slot, block), of
-    # which the slot's next block must be a copy.
+    # Changes by forks, for the next plan: entries as in `Plan.table`; copies (group, slot, block): the slot's next
+    # block must be a copy.
     entries: tuple[tuple[int, int, int], ...] = ()
     copies: tuple[tuple[int, int, int], ...] = ()
-    # Of windowed layers with a separate pool:
+    # Of windowed layers:
     window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.num_freed` on
     window_pool: Pool | None = None
     host: Host | None = None
     media: EncoderCache | None = None
-    sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source, of an encoder-decoder model
+    sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source (encoder-decoder models)
 
     @property
     def num_running(self) -> int:
@@ -201,7 +200,7 @@ class State(NamedTuple):
 
     @property
     def num_blocks_used(self) -> int:
-        """Used blocks of `pool`; the windowed layers' share of them if larger."""
+        """The used blocks of `pool`, or the windowed layers' share of them if larger."""
         pool, other = self.pool, self.window_pool
         used = pool.num_blocks - pool.num_available
         if other is None:
@@ -225,7 +224,7 @@ class Admission:
 
     slot: int
     request: Request
-    num_known: int  # more than its prompt if it was preempted before
+    num_known: int  # more than its prompt if it was preempted
     num_cached: int  # tokens in the prefix cache
 
 
@@ -243,22 +242,21 @@ class Plan(NamedTuple):
     now: float  # argument of `plan`
     num_decodes: int
     slots: np.ndarray  # intp[R]: numpy converts other index types
-    epochs: np.ndarray  # int64[S]: the column at that time, which identifies results of earlier owners
+    epochs: np.ndarray  # int64[S]: the column at that time, to identify results of earlier owners
     starts: np.ndarray  # int32[R]: position of the row's first token
     lengths: np.ndarray  # int32[R]: tokens
     samples: np.ndarray  # bool[R]: the row reaches the end of its sequence, and its result is wanted
-    sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled` of the row, which identifies unwanted results
-    # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is in column i · G + group.
+    sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled` of the row, to identify unwanted results
+    # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is column i · G + group.
     table: np.ndarray
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[int, ...] = ()  # ids
     number: int = 0  # of the plan
-    adapters: tuple[int, ...] = ()  # resident in this step; the previous plan's object if unchanged
+    adapters: tuple[int, ...] = ()  # resident; the previous plan's object if unchanged
     num_drafts: int = 0  # of all rows
     proposes: bool = False  # the device drafts for the next step
-    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
-    # int32[·, 5]: copies before any write, in this order: group, then tier and block of source and of target (see
-    # host_tier.py).
+    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; None without drafting
+    # int32[·, 5]: copies before any write, in order: group, tier and block of source and of target (host_tier.py)
     moves: np.ndarray = NO_MOVES
     encodes: tuple[Encode, ...] = ()  # before the step
 
@@ -280,7 +278,7 @@ class Events(NamedTuple):
     counts: np.ndarray  # int32: tokens of each row, 0 for none
     tokens: np.ndarray  # int32: of all rows, concatenated
     finished: dict[int, FinishReason]
-    failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
+    failed: tuple[int, ...] = ()  # ended without a token: non-finite logits
     answered: np.ndarray = NO_ROWS  # intp[·]: the plan's rows of beam groups, whose tokens `fork` sets
     complete: tuple[int, ...] = ()  # leaders' ids of the beam groups with all results
 
@@ -343,7 +341,7 @@ class _Columns:
 
 
 class _OwnColumns:
-    """The columns of an editor for writing in place: each is copied at its first use."""
+    """The columns of an editor for writing in place, each copied at its first use."""
 
     def __init__(self, columns: _Columns) -> None:
         self._columns = columns
@@ -358,14 +356,13 @@ class _OwnColumns:
 class StateEditor:
     """The next value of a state, within one call; each part is copied when it first changes.
 
-    `slots` has the columns for reading, `own_slots` for writing in place. The lists by slot and the pool are copied at
-    first use.
+    `slots` has the columns for reading, `own_slots` for writing in place.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._columns = _Columns(state.slots)
-        self.slots = cast(Slots, self._columns)  # gives type checkers the columns' names
+        self.slots = cast(Slots, self._columns)  # typed for the columns' names
         self.own_slots = cast(Slots, _OwnColumns(self._columns))
         self._parts: dict[str, Any] = {}
         self.num_added = state.num_added
@@ -450,7 +447,7 @@ class StateEditor:
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
         together = (*self.waiting, *entries)
-        # Entries usually belong at the end; checking every rank of a long queue would add up.
+        # Entries usually belong at the end; checking every rank of a long queue would be slow.
         first = max(0, len(self.waiting) - 1)
         is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))

@@ -3,13 +3,11 @@
 A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission.
 Otherwise a decode row has equally many blocks in both groups.
 
-A cached prefix is usable if all its blocks are in the first group's index, and those in the window in the second's.
-Freed blocks may have been evicted; then the prefix is cut.
+A cached prefix is usable if all its blocks are in the first group's index, and those in the window in the second's; it
+is cut where freed blocks were evicted.
 
-The device may load blocks before the window, with weight 0. There the table has a block of zeros that no slot gets:
-number `Limits.num_window_blocks`.
-
-Letters: P tokens per block.
+The device may load blocks before the window, with weight 0: there the table has block `Limits.num_window_blocks`, of
+zeros, which no slot gets. Letters: P tokens per block.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ GROUP = 1
 
 
 class Entering(NamedTuple):
-    """A request that is being admitted."""
+    """A request being admitted."""
 
     num_tokens: int
     num_hits: int  # its cached leading blocks in the first group …
@@ -69,7 +67,7 @@ def cut(
 
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
-    """Return whether the pool of windowed layers holds the blocks of `entering`, and `spare` further ones."""
+    """Return whether the pool of windowed layers holds the blocks of `entering` and `spare` further ones."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
@@ -142,8 +140,8 @@ def grow(
 ) -> None:
     """Allocate the second group's blocks for a step; add them to `table`.
 
-    Decoding slots among `growing` receive `counts`, as in the first group; slots in `lacking`, with a prompt to
-    continue, receive one each.
+    Decoding slots among `growing` get `counts`, as in the first group; slots in `lacking`, with a prompt to continue,
+    one each.
     """
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
@@ -154,8 +152,8 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
     The next query is at `num_computed`, or at the last known token if that is recomputed. Its window counts from the
-    first token of its block, so that the prefix can be hit again. Slots without work, such as those in `held`, keep
-    their blocks: a plan without rows is not sent to the device.
+    first token of its block, so that the prefix can be hit again. Slots without work keep their blocks: a plan without
+    rows is not sent to the device.
     """
     slots = editor.slots
     begins = np.minimum(slots.num_computed, slots.num_tokens - 1) // limits.block_size - covered(limits)

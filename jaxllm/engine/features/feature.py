@@ -1,7 +1,4 @@
-"""`Feature`: hooks that the engine calls for sampling options beyond the plain ones.
-
-table.py selects the features of a configuration.
-"""
+"""`Feature`: hooks that the engine calls for options beyond plain sampling; table.py selects the features."""
 
 from __future__ import annotations
 
@@ -61,11 +58,11 @@ class Yielded:
 class Feature:
     """One feature of an engine, which calls the overridden hooks.
 
-    `thread_of`, `claim` and `accept` are thread-safe; the others run on the engine's thread.
+    `thread_of`, `claim`, `accept` and `needs` may run in any thread; the others run on the engine's.
     """
 
     name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
-    options: ClassVar[tuple[str, ...]] = ()  # further request arguments
+    options: ClassVar[tuple[str, ...]] = ()  # of requests
     takes: ClassVar[tuple[type, ...]] = ()  # parameter types besides SamplingParams
     sends: ClassVar[tuple[type, ...]] = ()  # plain data types of requests and `ModelInfo`, for `fleet.wire`
 
@@ -73,9 +70,7 @@ class Feature:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return where requests with these options are validated: None for the calling thread, otherwise `language` as
-        in `EngineClient.off_loop`.
-        """
+        """Return `language` for `EngineClient.off_loop`; None: validate such requests on the calling thread."""
 
     def claim(self, accepted: Accepted) -> None:
         """Set the language, parameters or token ids of a request before its prompt is tokenized."""
@@ -90,10 +85,10 @@ class Feature:
         """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
     def needs(self, accepted: Accepted) -> Future[Any] | None:
-        """Return what a request waits for before it is queued, the same in each call. Called in any thread."""
+        """Return what a request waits for before it is queued, the same in each call."""
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Handle a request that was queued; its `needs` have ended or were cancelled. Errors do not affect it."""
+        """Handle a queued request, whose `needs` have ended or were cancelled. Errors do not affect it."""
 
     def place(self, slot: int, sequence: Output) -> None:
         """Handle a sequence's slot."""

@@ -1,7 +1,7 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-Masks are made after all earlier steps are committed. A row whose mask misses the step's time limit is late: it yields
-no token and is recomputed. Letters: R rows of a plan, W words of a mask, V vocabulary.
+Masks are made after all earlier steps are committed. A row whose mask misses the time limit is late: it yields no token
+and is recomputed. Letters: R rows of a plan, W words of a mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # fewest that are worth discarding the row in flight
-# Forced tokens per row that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, and a step of one
-# token per row 36 ms. Fewer are sampled with masks that allow nothing else.
+# Forced tokens per row that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, a step of one token
+# per row 36 ms. Fewer are sampled with masks that allow nothing else.
 FORCED_PER_ROW = 0.5
-# Time limit for the tokens that grammars consume in a step, which takes 1 to 20 us each, and 5 ms before masks count as
-# slow. The other threads consume the rest.
+# Time limit for the tokens that grammars consume in a step (1 to 20 us each, 5 ms before masks count as slow); other
+# threads consume the rest.
 CONSUME_SECONDS = 0.02
 # Time limit for a step's masks. An expensive grammar may exceed it once (0.1 to 0.2 s); later, other threads make its
-# masks. With 126 such outputs on two cores at a load of 12, a stream has 0.05 to 0.12 s between tokens at the median
-# and at most 0.5 s.
+# masks. With 126 such outputs on two cores, a stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
 MASK_SECONDS = 0.05
 
 
@@ -101,7 +100,7 @@ class GrammarRows(Feature):
         others = {row: sequence for row, sequence in owners.items() if row not in given}
         found, dropped = self._advance_all(others, result.tokens)
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
-        # Rows with bans always take forced tokens from here: sampling could ban them.
+        # Rows with bans always take forced tokens: sampling could ban them.
         several = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
@@ -149,7 +148,6 @@ class GrammarRows(Feature):
         return Masks(words, is_masked, stuck)
 
     def close(self) -> None:
-        """Stop the mask threads."""
         self._slow.close()
 
     def _fill(self, owners: Mapping[int, Sequence], words: np.ndarray) -> list[int]:
@@ -178,7 +176,7 @@ class GrammarRows(Feature):
         return sequence.group.states[self.name][sequence.index]
 
     def _sampled_again(self, owners: Mapping[int, Sequence], tokens: np.ndarray) -> dict[int, list[int]]:
-        """Return rows with a token that a thread has consumed, and the tokens that each one's grammar forces next."""
+        """Return the forced tokens that follow, by row with a token that a thread has consumed already."""
         found = {}
         for row, sequence in owners.items():
             constraint = self._constraint(sequence)
@@ -194,7 +192,7 @@ class GrammarRows(Feature):
         """Let grammars consume the tokens of rows; return the forced tokens that follow, and rows to be sampled again.
 
         Threads do this for slow masks and after the time limit. Forced tokens are then sampled one by one, except with
-        bans: the row yields no token now, and the same one with the forced tokens in a later step.
+        bans: the row yields no token now, and later the same one with the forced tokens.
         """
         until, found, dropped = self.core.clock() + CONSUME_SECONDS, dict[int, list[int]](), list[int]()
         for row, sequence in sorted(owners.items(), key=lambda each: self._constraint(each[1]).turn):
@@ -239,7 +237,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
     with _failing(sequence, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
-        # Forced tokens have no log-probabilities. The token after them is sampled freely.
+        # Forced tokens have no log-probabilities. The one after them is sampled freely.
         if token not in sequence.stop_ids and sequence.logprobs is None and not was_expected:
             forced = constraint.forced()
             end = next((at for at, each in enumerate(forced) if each in sequence.stop_ids), len(forced))
@@ -250,7 +248,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
 
 @contextmanager
 def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
-    """End the grammar on an exception in the block, not the step: a retry would feed other grammars twice."""
+    """End the grammar, not the step, on an exception in the block: a retry would feed other grammars twice."""
     try:
         yield
     except Exception:
@@ -259,7 +257,7 @@ def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
 
 
 def _hold_back(words: np.ndarray, sequence: Sequence) -> None:
-    """Ban stop tokens per `min_tokens` and `ignore_eos`, unless the grammar allows nothing else: int32[W]."""
+    """Ban stop tokens per `min_tokens` and `ignore_eos` in `words`, int32[W], unless nothing else is allowed."""
     held: Collection[int] = sequence.stop_ids if sequence.num_tokens < sequence.params.min_tokens else ()
     if sequence.params.ignore_eos:
         held = {*held, *sequence.eos_ids}

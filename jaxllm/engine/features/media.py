@@ -1,8 +1,7 @@
-"""Images in prompts: preprocessed where a request is checked, encoded before the steps that read them.
+"""Images in prompts: preprocessed when a request is checked, encoded before the steps that read them.
 
-A request's state is its `RequestImages`. scheduler/media.py decides when an image is encoded and where its embeddings
-are on the device. In models whose rotary positions have three dimensions, those of a slot's tokens after its images
-differ from their places by `_shifts`.
+scheduler/media.py decides when an image is encoded and where its embeddings are on the device. With rotary positions of
+three dimensions, those of a slot's tokens after its images differ from their places by `_shifts`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ KEY = "multi_modal_data"
 
 
 class RequestImages(NamedTuple):
-    """A request's images."""
+    """A request's images, its state."""
 
     segments: tuple[Segment, ...]
-    prepared: tuple[Prepared, ...]  # kept for a preempted request, which may need them again
-    grids: tuple[Grid, ...]  # of images with positions in two dimensions
+    prepared: tuple[Prepared, ...]  # kept for a preempted request
+    grids: tuple[Grid, ...]  # of images with two-dimensional positions
 
 
 class NoImages(Feature):
@@ -52,7 +51,7 @@ class NoImages(Feature):
 
 
 class Images(Feature):
-    """Gives the decoder images' embeddings in place of their placeholders."""
+    """Gives the decoder images' embeddings in place of placeholders."""
 
     name = "media"
     sends = (ImageProcessor, PatchProcessor)
@@ -101,7 +100,7 @@ class Images(Feature):
         )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse placeholders of videos, and those of images without images."""
+        """Refuse placeholders of videos, and image placeholders without images."""
         video = self._encoder.processor.video
         if video is not None and video in accepted.prompt_token_ids:
             raise UserError(

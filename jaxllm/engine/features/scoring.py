@@ -21,7 +21,7 @@ from jaxllm.scheduler.state import Events, Plan
 
 @dataclass(slots=True)
 class PromptScores:
-    """The log-probabilities of a prompt, computed by the request's first sequence."""
+    """The log-probabilities of a prompt, computed by its first sequence."""
 
     count: int  # likeliest tokens to report per position; -1: all
     by_position: dict[int, dict[int, Logprob]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Scoring(Feature):
                 continue
             try:
                 self._scores(sequence.group).add(sequence.group, score)
-            except Exception:  # other requests are unaffected
+            except Exception:  # fails one request only
                 outputs.fail(sequence.group)
                 ended.append(sequence.group)
         slots = plan.slots[events.rows]
@@ -96,7 +96,7 @@ class Scoring(Feature):
         return ended
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add prompt log-probabilities to an output once they are complete; to deltas once only."""
+        """Add prompt log-probabilities to an output once complete; to one delta only."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return

@@ -1,7 +1,4 @@
-"""Encoder prompts: encoded into blocks before the step that first reads them.
-
-A request's state is its `RequestSource`. scheduler/sources.py decides when a source is encoded, and its blocks.
-"""
+"""Encoder prompts, encoded into blocks before the step that first reads them; see scheduler/sources.py."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ from jaxllm.scheduler.state import Source
 
 
 class RequestSource(NamedTuple):
-    """A request's encoder prompt."""
+    """A request's encoder prompt, its state."""
 
     prompt: str | None
-    content: np.ndarray  # see `BothPrompts`; kept for a preempted request, which may need it again
+    content: np.ndarray  # see `BothPrompts`; kept for a preempted request
     source: Source
 
 
@@ -67,7 +64,7 @@ class Sources(Feature):
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         own: RequestSource = accepted.states[self.name]
-        if not self.core.config.enable_prefix_caching:  # only the outputs of a request share its source
+        if not self.core.config.enable_prefix_caching:  # only outputs of one request share its source
             unique = content_root(salt=f"{group.sequences[0].sequence_id}".encode(), content=own.source.digest)
             own = own._replace(source=own.source._replace(digest=unique))
         group.states[self.name] = own

@@ -36,5 +36,5 @@ class AdapterCalls:
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
+        """Return the `lora_int_id` of the adapters that were read and not removed."""
         return self.adapters.ids()

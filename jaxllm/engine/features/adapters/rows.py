@@ -28,7 +28,7 @@ class AdapterTexts(Feature):
         self.store = _store_of(core) if make_store is None else make_store(core)
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return b"" if the adapter must be read."""
+        """Return b"" if the adapter must be read, else `confined` of its tokenizer."""
         request = options.get("lora_request")
         if request is None:
             return None

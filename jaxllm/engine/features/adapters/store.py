@@ -1,6 +1,6 @@
 """An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
 
-Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused.
+Scheduler, devices and prefix cache identify an adapter's content by digest and number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-NAMES_KEPT = 4096  # of forgotten adapters, at most: cached blocks are reported by adapter name
+NAMES_KEPT = 4096  # of forgotten adapters: reports of cached blocks name them
 
 
 class Adapters:
@@ -65,7 +65,7 @@ class Adapters:
         language: Language,
         read: Callable[[Path], LoraFiles],
     ) -> None:
-        """`language` is for adapters without one; `read` reads a folder's weights."""
+        """`language`: for adapters without one; `read`: reads a folder's weights."""
         self._config = config
         self.language = language
         self._read = read
@@ -73,12 +73,12 @@ class Adapters:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
-        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # including those of requests
+        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
         self._known: dict[LoRARequest, Known] = {}  # as last read
         self._names: dict[int, str] = {}  # by number
         self._num_read = 0
-        self._readers: dict[int, set[object]] = {}  # by the caller's number; a removal drops them
-        self._confinement = Confinement()  # runs folders' tokenizers and chat templates
+        self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; a removal drops them
+        self._confinement = Confinement()  # runs folders' tokenizers and templates
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest of their files
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -144,7 +144,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter from its folder and keep it; if it is removed meanwhile, only this request has it."""
+        """Read an adapter from its folder and keep it, unless it is removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -242,7 +242,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return an adapter's end tokens: its tokenizer's, and the model's that are the same in it."""
+    """Return an adapter's end tokens: its tokenizer's, and those of the model that are the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     end_token = tokenizer.eos_token_id
     return frozenset(same if end_token is None else {end_token, *same})

@@ -1,7 +1,7 @@
 """The beam search feature: runs the beams of each search as a group of sequences.
 
-Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
-the scheduler forks. An exception in one search ends only its request.
+Once a step has reported the likeliest next tokens of all beams, `rules.choose` selects the next beams and the scheduler
+forks. An exception in one search ends only its request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class BeamOutput(Sequence):
             self.text.append(tokenizer.token_text(ended.tokens[-1]))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return the output, or with `is_delta` the part added since the last call."""
         output = Sequence.show(self, is_delta)
         output.score = self.score
         if self.score is not None:
@@ -65,9 +64,8 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
-        """Refuse a search that is too wide; set the sampling parameters of its beams.
-
-        The sampled tokens are unused.
+        """Set the sampling parameters of a search's beams, whose sampled tokens are unused; refuse one that is too
+        wide.
         """
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
@@ -149,7 +147,7 @@ class BeamSearches(Feature):
             group = self.core.outputs.sequences[leader].group
             try:
                 self._go_on(group)
-            except Exception:  # other requests are unaffected
+            except Exception:  # fails one request only
                 self.core.outputs.fail(group)
             if group.is_finished:
                 ended.append(group)

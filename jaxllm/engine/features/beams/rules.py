@@ -53,10 +53,10 @@ class Child(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """A running search: parameters, state, and the next tokens received."""
+    """A running search: parameters, state, and next tokens received."""
 
     rules: Rules
-    shows_stop: bool  # include the stop token in the text
+    shows_stop: bool  # with the stop token in the text
     state: Search = field(default_factory=Search)
     likeliest: dict[int, Likeliest] = field(default_factory=dict)  # next tokens by member
 

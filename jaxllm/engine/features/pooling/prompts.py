@@ -1,4 +1,4 @@
-"""Check prompts to pool, and convert them to engine requests. Thread-safe."""
+"""Checks of prompts to pool, and their conversion to engine requests. Thread-safe."""
 
 from __future__ import annotations
 

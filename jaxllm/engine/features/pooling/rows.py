@@ -43,7 +43,7 @@ class PooledOutput(Sequence):
 
 
 class Pooling(Feature):
-    """Handles every request of a pooling model. A request's state is in its `PooledOutput`."""
+    """Handles every request of a pooling model."""
 
     name = "pooling"
     takes = (PoolingParams,)

@@ -1,6 +1,6 @@
 """The consumer of KV transfer: pulls the blocks of a prompt in a thread, until a deadline.
 
-A heartbeat renews the leases of pulls that wait for a thread, or receive blocks slowly.
+A heartbeat renews the leases of pulls that wait for a thread or receive blocks slowly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
-PULLS = 32  # concurrent ones; further ones wait, within their deadlines
+PULLS = 32  # concurrent; further ones wait, within their deadlines
 MOST_CHANNELS = 64
 CALL_SECONDS = 2.0  # of a heartbeat or a release
 BEATS = 3  # heartbeats of a lease
@@ -35,7 +35,7 @@ WARN_SECONDS = 1.0  # between two warnings
 
 @dataclass(eq=False)
 class Pull:
-    """A pull; `future` has the blocks that arrived by the deadline. Cancelling it ends the pull."""
+    """A pull; `future` has the blocks that arrived by the deadline, and cancelling it ends the pull."""
 
     remote: Remote
     blocks: Sequence[Block]
@@ -65,7 +65,7 @@ class Consumer:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(PULLS, "jaxllm-kv-pulls")
         self._warned = -WARN_SECONDS
-        self._calls: set[Any] = set()  # not awaited; gRPC cancels a call that nothing refers to
+        self._calls: set[Any] = set()  # not awaited; gRPC cancels calls without references
         self._live: dict[Pull, None] = {}
         self._closed = threading.Event()
         self._heart = threading.Thread(
@@ -91,7 +91,7 @@ class Consumer:
         return asked.future
 
     def release(self, remote: Remote) -> None:
-        """End a lease at its producer, without waiting for it."""
+        """End a lease at its producer, without waiting."""
         self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Consumer:
             channel.close()
 
     def _beat(self, seconds: float) -> None:
-        """Renew the leases of pulls until the end; those of cancelled and late ones are left to end."""
+        """Renew the leases of pulls until the end; let those of cancelled and late ones end."""
         while not self._closed.wait(seconds):
             now, leases = time.monotonic(), dict[str, list[str]]()
             with self._lock:

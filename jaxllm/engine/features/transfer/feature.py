@@ -1,8 +1,7 @@
 """The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
 
 A consumer's request waits outside the scheduler until its blocks have arrived or a deadline has passed. They are then
-an event of the scheduler (`receive`), and the request hits them like other blocks of the host's tier. Missing ones are
-computed.
+an event of the scheduler (`receive`), and are hit like other blocks of the host's tier. Missing ones are computed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ DONE = ("stop", "length")  # reasons to keep a prompt's blocks
 
 @dataclass(slots=True)
 class Transfer:
-    """The state of a request: of its prompt's blocks here or elsewhere."""
+    """The state of a request with blocks here or elsewhere."""
 
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
@@ -47,7 +46,7 @@ class Transfer:
 
 
 class NoTransfer(Feature):
-    """Refuses transfers: the engine has no `kv_transfer_config`."""
+    """Refuses transfers, for engines without `kv_transfer_config`."""
 
     name = "transfer"
     options = (NAME,)
@@ -92,7 +91,7 @@ class KvTransfer(Feature):
         accepted.states[self.name] = Transfer(params, digests)
 
     def needs(self, accepted: Accepted) -> Future[Mapping[Block, Row]] | None:
-        """Begin to pull the blocks of a prompt; an engine that has them all releases them."""
+        """Begin to pull the blocks of a prompt, or release them if this engine has them all."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.params.remote is None or self.consumer is None:
             return None
@@ -107,7 +106,7 @@ class KvTransfer(Feature):
         return state.pull
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Give the blocks that arrived to the host's tier; the request waits in the scheduler's queue."""
+        """Give the blocks that arrived to the host's tier, before the request leaves the scheduler's queue."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.pull is None:
             return
@@ -138,7 +137,7 @@ class KvTransfer(Feature):
             return
         try:
             lease = self._keep(state)
-        except Exception:  # the other engine computes the prompt
+        except Exception:  # then the other engine computes the prompt
             _log.exception("the KV blocks of request %s could not be kept", group.request_id)
             return
         if lease is not None:
@@ -158,7 +157,7 @@ class KvTransfer(Feature):
                 each.close()
 
     def _keep(self, state: Transfer) -> str | None:
-        """Copy the cached blocks of a prompt. No step has been planned since the request released them."""
+        """Copy the cached blocks of a prompt; return the lease. No step was planned since the request released them."""
         assert self.producer is not None
         rows: dict[Block, Row] = {}
         scheduled = self.core.scheduler.state
@@ -174,7 +173,7 @@ class KvTransfer(Feature):
         return self.producer.keep(rows) if rows else None
 
     def _missing(self, accepted: Accepted, state: Transfer) -> list[Block]:
-        """Return the blocks that a request can use and this engine lacks. Reads the scheduler's state in any thread."""
+        """Return the blocks that a request can use and this engine lacks. Runs in any thread."""
         params = accepted.params
         if params.skip_reading_prefix_cache or (params.prompt_logprobs is not None and accepted.num_sequences == 1):
             return []

@@ -1,7 +1,4 @@
-"""The messages of KV transfer: requests as JSON, and a frame for each block.
-
-A frame is a header and the block's content. Its checksum covers all other bytes.
-"""
+"""The messages of KV transfer: requests as JSON, and a frame (header and content) for each block."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from typing import NamedTuple
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
 PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
-# Magic, fingerprints of the model and of its draft model, digest, group, bytes of both models' content.
+# Magic, fingerprints of the model and of its draft model, digest, group, bytes of both models' content; then a checksum
+# of all other bytes.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
 FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
@@ -55,7 +53,7 @@ class PullRequest:
 
     @classmethod
     def unpack(cls, packed: bytes) -> PullRequest:
-        """Raise FrameError for anything that `pack` did not write."""
+        """Read a request; raise FrameError for anything that `pack` did not write."""
         try:
             given = json.loads(packed)
             blocks = [(int(group), bytes.fromhex(digest).hex()) for group, digest in given["blocks"]]
@@ -73,7 +71,7 @@ def pack_names(leases: Sequence[str]) -> bytes:
 
 
 def unpack_names(packed: bytes) -> list[str]:
-    """Raise FrameError for anything that `pack_names` did not write."""
+    """Read a heartbeat; raise FrameError for anything that `pack_names` did not write."""
     try:
         names = json.loads(packed)
     except (ValueError, RecursionError):
@@ -92,10 +90,10 @@ def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -
 
 
 def unpack(frame: bytes, fingerprint: Fingerprint, sizes: Sequence[tuple[int, int]]) -> tuple[Block, memoryview, bool]:
-    """Return a frame's block and content, and whether the content of a draft model is that of this engine's.
+    """Return a frame's block and content, and whether it has draft content that fits this engine's draft model.
 
-    `sizes` has the bytes of both models' content of each group. Raises FrameError for a frame with a wrong bit, or of
-    another model.
+    `sizes`: bytes of both models' content of each group. Raises FrameError for a damaged frame, or one of another
+    model.
     """
     if len(frame) < FRAME_BYTES:
         raise FrameError("a frame is cut off")

@@ -1,6 +1,6 @@
 """The blocks that a producer keeps for pulls: a bounded buffer of leases. Thread-safe.
 
-A lease ends when its blocks are released, or a time after its last pull or heartbeat.
+A lease ends when released, or a time after its last pull or heartbeat.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Leases:
         lease.is_filled.set()
 
     def find(self, name: str) -> Lease | None:
-        """Return a lease, and renew it."""
+        """Return a lease, renewed; None if it has ended."""
         self.sweep()
         with self._lock:
             lease = self._leases.get(name)

@@ -31,7 +31,7 @@ class TransferParams:
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:
-    """Return None without a transfer; raise UserError for one that the engine's role or settings do not allow."""
+    """Read a request's transfer, None without one; raise UserError if the engine's role or settings do not allow it."""
     if given is None:
         return None
     if not isinstance(given, Mapping):

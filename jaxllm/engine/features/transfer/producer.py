@@ -31,8 +31,8 @@ from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
-PULLS = 16  # concurrent ones; further ones wait
-SHORT_CALLS = 2  # concurrent heartbeats and releases, which wait for no pull
+PULLS = 16  # concurrent; further ones wait
+SHORT_CALLS = 2  # concurrent heartbeats and releases, separate from pulls
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
@@ -115,7 +115,7 @@ class Producer:
             lease, rows = asked
             try:
                 packed = {block: self._layouts[block.group].pack(row) for block, row in rows.items()}
-            except Exception:  # the consumer computes the prompt
+            except Exception:  # then the consumer computes the prompt
                 _log.exception("the KV blocks of a prompt could not be copied")
                 packed = {}
             del asked, rows

@@ -1,4 +1,4 @@
-"""Blocks that arrive become an event of the scheduler and content of the host's tier."""
+"""Arrived blocks: an event of the scheduler, and content of the host's tier."""
 
 from __future__ import annotations
 

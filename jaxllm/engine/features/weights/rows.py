@@ -1,6 +1,6 @@
 """The state of sleep, pause and weight updates, and the weight version of each token.
 
-A request's state is a list of `Since`. An update appends one to each request, so a step costs nothing.
+A request's state is a list of `Since`, to which only an update appends, so a step costs nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ABSENT = "the engine has no whole set of weights; send all of them with update_w
 
 
 class Since(NamedTuple):
-    """From these numbers of output tokens on, one for each sequence, tokens are of a version."""
+    """The version of tokens from these numbers of output tokens on, one for each sequence."""
 
     starts: tuple[int, ...]
     version: str
@@ -63,7 +63,7 @@ class WeightStates(Feature):
             raise FeatureDisabledError("start the engine with enable_sleep_mode.", "enable_sleep_mode")
 
     def note_version(self, version: str | None) -> None:
-        """Begin a version: later tokens are of it. By default it is the number of updates."""
+        """Begin a version of later tokens, by default named by the number of updates."""
         self._num_updates += 1
         self.version = str(self._num_updates) if version is None else version
         self.asleep -= {WEIGHTS}
