@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.fleet.prefix_index import PrefixIndex
 from jaxllm.scheduler import block_pool
 
-# Overloaded: the load exceeds OVERLOAD times the mean (large loads then stay below 1.2 times the mean,
+# A replica is overloaded if its load exceeds OVERLOAD times the mean (large loads then stay below 1.2 times the mean,
 # docs/benchmarks.md) and, for small loads, the mean by more than WORTH times the request's cached tokens: recomputing a
 # token costs more than one more token of load. With WORTH = 4, the most loaded of 64 replicas reached 1.22 times the
 # mean.
@@ -26,8 +26,8 @@ def digests_of(token_ids: Sequence[int], salt: bytes, block_size: int, *, adapte
 def choose(digests: Sequence[bytes], loads: Mapping[int, int], index: PrefixIndex) -> int:
     """Return the replica with the longest cached prefix among those not overloaded.
 
-    Ties select the lowest load, then the lowest number. `digests` are the prompt's; `loads` are the tokens of live
-    requests, prompt and generated, per available replica.
+    Ties select the lowest load, then the lowest number. `loads`: tokens of live requests, prompt and generated, per
+    available replica.
     """
     if not loads:
         raise ValueError("no replica is available")

@@ -1,7 +1,4 @@
-"""`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
-
-Queues and their bounds cover all replicas.
-"""
+"""`FleetLLM`: several engines with the interface of one, each a process on this machine or another."""
 
 from __future__ import annotations
 
@@ -39,13 +36,13 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
-CHARACTERS_A_TOKEN = 4  # of a pooled text, which the replica tokenizes
-# Fields of `ModelInfo` that all replicas share.
+CHARACTERS_A_TOKEN = 4  # of a pooled text, tokenized by the replica
+# Of `ModelInfo`, equal in all replicas.
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
 class FleetLLM(StreamingEngine, FleetCalls):
-    """As `AsyncLLM`, with `config.data_parallel_size` replicas.
+    """As `AsyncLLM`, with `config.data_parallel_size` replicas, behind one queue.
 
     `num_local` of them are processes on this machine; others connect to `address`.
     """
@@ -200,11 +197,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
             return
         stream = self._streams.of_internal_id(name)
         if stream is None:
-            return  # its reader closed it
+            return  # closed by its reader
         output.request_id, output.internal_id = stream.request_id, name
         try:
             stream.put(output, self._clock())
-        except Exception:  # fails one request; the others of the frame go on
+        except Exception:  # fails one request only
             _log.exception("an output could not be handed over")
             self._fail(name, RequestFailedError("An output of the request was lost; others go on."))
             return

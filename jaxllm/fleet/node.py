@@ -1,7 +1,7 @@
 """The replica process: runs one engine and serves a front end over one connection, with which it ends.
 
-A front end starts `python -m jaxllm.fleet.node` on its machine, with settings on standard input; `jaxllm serve
---headless` is the same elsewhere. All outputs of a step are in one frame.
+A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; `jaxllm serve --headless` is the same
+on another machine. All outputs of a step are in one frame.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
-BEAT_SECONDS = 0.25  # interval of heartbeats
-NO_BOUND = 1 << 40  # the front end bounds the fleet's queue
-SECOND_SIGNAL = 130  # exit code of a shell after ^C
+BEAT_SECONDS = 0.25  # between heartbeats
+NO_BOUND = 1 << 40  # the front end bounds the queue
+SECOND_SIGNAL = 130  # as a shell's after ^C
 _LOCAL = ("tokenizer",)  # fields of `ModelInfo` that each process reads from disk
 
 
@@ -41,10 +41,10 @@ class Settings:
 
     engine: Mapping[str, Any]
     address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # of a local replica; None: on another machine
+    number: int | None = None  # of a local replica
     key: str = ""
     ca: str | None = None
-    observes: bool = False  # forward events to the front end's observers
+    observes: bool = False  # forward events to observers
     cores: tuple[int, ...] = ()
     hang_timeout: float = 8.0
     log_level: int = logging.WARNING
@@ -91,7 +91,7 @@ async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.St
 
 
 class Node:
-    """A connection to a front end, and an `Observer` of the engine. Used on the event loop."""
+    """A connection to a front end, and an `Observer` of the engine, for the event loop."""
 
     def __init__(self, engine: AsyncLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
@@ -180,7 +180,7 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except Exception as error:  # affects only this request
+        except Exception as error:  # fails this request only
             self._say("error", name, _own(error))
         finally:
             self._requests.pop(name, None)
@@ -189,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a request that was dropped, even during its preparation; send nothing."""
+        """Cancel a dropped request, even during its preparation; send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -17,7 +17,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # bit (a power of two) and digests of each
         self.holders: dict[bytes, int] = {}
-        self.block_size = 0  # tokens per block; 0 before the first event
+        self.block_size = 0  # tokens; 0 before the first event
 
     def apply(self, replica: int, events: Iterable[BlockEvent]) -> None:
         """Apply events in order. An unknown or removed number starts a new replica."""
@@ -40,7 +40,7 @@ class PrefixIndex:
                 held.clear()
 
     def forget(self, replica: int) -> None:
-        """Remove a replica that lost its cache or events. Late events must not be applied."""
+        """Remove a replica that lost its cache or events; later events must not be applied."""
         if replica in self.replicas:
             bit, held = self.replicas.pop(replica)
             self._release(held, bit)
@@ -48,7 +48,7 @@ class PrefixIndex:
     def matches(self, digests: Sequence[bytes]) -> Mapping[int, int]:
         """Return the number of leading cached blocks per replica, if any."""
         all_have = sum(bit for bit, _ in self.replicas.values())
-        ends: list[tuple[int, int]] = []  # (replicas as bits, their number of leading cached blocks)
+        ends: list[tuple[int, int]] = []  # (replicas as bits, number of leading cached blocks)
         for count, digest in enumerate(digests):
             still_have = all_have & self.holders.get(digest, 0)
             if still_have != all_have:

@@ -1,7 +1,4 @@
-"""The front end's view of a replica: reported state, live requests and, if local, the process.
-
-Used on the event loop.
-"""
+"""The front end's view of a replica, for the event loop: reported state, live requests and, if local, the process."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ class RunningRequest:
 
     request: RoutedRequest
     num_tokens: int
-    num_runs: int  # replicas tried, this one included
-    has_output: bool = False  # delivered: the request cannot be rerouted
+    num_runs: int  # replicas tried, with this one
+    has_output: bool = False  # delivered, so it cannot be rerouted
 
 
 class Replica:
@@ -56,19 +53,19 @@ class Replica:
         self.is_local = is_local
         self.live: dict[str, RunningRequest] = {}
         self.num_tokens = 0
-        self.is_drained = False  # draining: takes no new work, and ends once idle
+        self.is_drained = False  # takes no new work, and ends once idle
         self.is_given_up = False
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()  # set if the connection ended or the replica failed
+        self.lost = asyncio.Event()  # the connection ended or the replica failed
         self.error: Exception | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._forget()
-        self._before = Metrics()  # totals of earlier processes
+        self._before = Metrics()  # of earlier processes
 
     def _forget(self) -> None:
         self.model: Mapping[str, Any] | None = None
@@ -94,7 +91,7 @@ class Replica:
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Return the replica's load at the last heartbeat, updated by the requests sent since."""
+        """Return the load at the last heartbeat, updated by the requests sent since."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -129,7 +126,7 @@ class Replica:
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
-        """Queue a message for the replica; those of one iteration of the event loop are sent together."""
+        """Queue a message; those of one iteration of the event loop are sent together."""
         packed = wire.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -141,7 +138,7 @@ class Replica:
             self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
-        """Send a message at once, not queued as by `send`, because the connection is about to be closed."""
+        """Send a message at once, because the connection is about to be closed."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.frame([wire.pack(message)]))
 

@@ -41,7 +41,7 @@ class Greeting(NamedTuple):
     """The first message of a connection."""
 
     version: str
-    number: str  # a local replica's number; else empty
+    number: str  # of a local replica; else empty
     key: bytes
 
     def pack(self) -> bytes:
@@ -68,10 +68,10 @@ def is_same_key(given: bytes, key: str) -> bool:
 
 
 class ReplicaListener:
-    """Accepts connections of replicas on other machines, and limits those that are not yet authenticated."""
+    """Accepts connections of replicas on other machines, and bounds unauthenticated ones."""
 
     def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
-        """`connected` checks the greeting, and then calls `admit`."""
+        """`connected` checks the greeting, then calls `admit`."""
         self._tls, self._connected = address.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()

@@ -1,7 +1,4 @@
-"""Starts and restarts local replicas, accepts all connections, detects lost replicas.
-
-Used on the event loop.
-"""
+"""Starts and restarts local replicas, accepts all connections, detects lost replicas. Used on the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ WARN_SECONDS = 1.0  # between warnings about refused connections
 LOOK_SECONDS = 0.25
 START_SECONDS = 120.0  # for a process to connect; importing JAX is slow
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
-WELL_SECONDS = 60.0  # … and reset after serving this long
+WELL_SECONDS = 60.0  # … and reset after this long
 MOST_FAILED_STARTS = 5  # in a row, then the replica is given up
 
 
@@ -63,7 +60,7 @@ class Supervisor:
     ) -> None:
         """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
-        `module` is its main module. A replica that is silent for `hang_timeout` seconds counts as lost.
+        `module` is its main module. A replica silent for `hang_timeout` seconds counts as lost.
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
         self._hang_timeout, self._module, self._address = hang_timeout, module, address
@@ -112,7 +109,7 @@ class Supervisor:
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
-        """Return once the replica is idle and, if local, serves again after a restart."""
+        """Drain a replica until it is idle and, if local, serves again after a restart."""
         if not replica.takes_work:
             raise UnavailableError(f"Replica {replica.number} is not available (state {replica.state}).")
         if sum(each.takes_work for each in self._replicas) == 1:
@@ -133,7 +130,7 @@ class Supervisor:
                 end = await self.until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
-                is_short = is_exhaustion(error)  # out of resources: not the replica's fault
+                is_short = is_exhaustion(error)  # not the replica's fault
             finally:
                 await replica.reap()
             if replica.error is not None and not any(each.model is not None for each in self._replicas):
@@ -166,7 +163,7 @@ class Supervisor:
             _log.warning("replica %d disconnected: %s; its slot is free", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Notify the listener of a replica's loss; return the reason."""
+        """Wait for the loss of a replica, notify the listener, and return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:

@@ -35,8 +35,8 @@ from jaxllm.setup.model_setup import prepare
 
 _log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
-FAREWELL_SECONDS = 0.5  # so that the leader reads a last message
-SECOND_SIGNAL = 130  # exit code of a shell after ^C
+FAREWELL_SECONDS = 0.5  # in which the leader reads a last message
+SECOND_SIGNAL = 130  # as a shell's after ^C
 
 
 class DivergedError(Exception):
@@ -55,7 +55,7 @@ class Steps:
         self._num_calls = 0
 
     def take(self, message: list[Any]) -> None:
-        """Repeat a call; raise DivergedError."""
+        """Repeat a call; raise DivergedError if a plan, batch or token differs."""
         name = message[0]
         if name == Call.STEP:
             self._dispatch(*message[1:])
@@ -89,7 +89,7 @@ class Steps:
         num_rows = len(plan.slots)
         leaders = np.frombuffer(known, np.int32).reshape(num_rows, -1)
         own = (result.tokens.T * plan.samples).T.reshape(num_rows, -1)
-        width = min(leaders.shape[1], own.shape[1])  # a grammar may add tokens that it forces
+        width = min(leaders.shape[1], own.shape[1])  # a grammar may add forced tokens
         counts = np.ones(num_rows, np.int32) if lengths is None else np.frombuffer(lengths, np.int32)
         is_kept = np.arange(width) < counts[:, None]
         is_finite = np.ones(num_rows, np.bool_)
@@ -164,7 +164,7 @@ class Follower:
         self._is_awaiting = self._is_leaving = False
 
     def run(self, config: EngineConfig) -> int:
-        """Return 0 if the leader ended the group; raise UserError if the group does not agree.
+        """Run until the leader ends the group, and return 0; raise UserError if the group does not agree.
 
         A lost or failed leader ends the process with code 1: a thread that waits for a device cannot be interrupted.
         """
@@ -178,7 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
-            self._is_awaiting = True  # this process has its own message
+            self._is_awaiting = True  # the error below is reported, not the leader's
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise

@@ -8,10 +8,10 @@ from enum import IntEnum
 class Call(IntEnum):
     """The type of a message; its fields follow."""
 
-    # Plan number, indices of its programs, checksum of the packed batch; then inputs that the scheduler does not know:
-    # sampling rows and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
+    # Plan number, indices of its programs, checksum of the packed batch; then inputs that the scheduler lacks: sampling
+    # rows and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
     STEP = 32
     SAMPLE = 33  # plan number; rows with a mask, their masks (int32 as bytes)
-    RENEW = 34  # allocate the device's state again, after a failed step
-    STOP = 35  # the reason; "" for a planned end
+    RENEW = 34  # allocate the device's state again
+    STOP = 35  # the reason; "" if planned
     BEAT = 36

@@ -17,7 +17,7 @@ from jaxllm.hosts.settings import HostSettings
 class GroupLLM(AsyncLLM):
     """The leader's engine; the other hosts run `follower.Follower`.
 
-    After a failure of any host it is dead, and this process must end: threads may wait for a device forever.
+    It is dead after a failure of any host, and this process must end: threads may wait for a device forever.
     """
 
     def __init__(self, model: str | EngineConfig | None, settings: HostSettings, **given: Any) -> None:

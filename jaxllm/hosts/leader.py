@@ -37,11 +37,11 @@ from jaxllm.scheduler.state import Plan
 _log = logging.getLogger(__name__)
 START_SECONDS = 600.0  # for all followers to connect
 CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects all devices
-NOTE_SECONDS = 10.0  # between log lines while the leader waits
+NOTE_SECONDS = 10.0  # between log lines while waiting
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
-MOST_STRANGERS = 16  # connections that have not proved the key; further ones are closed
+MOST_STRANGERS = 16  # connections without a proof of the key; further ones are closed
 STOP_SECONDS = 5.0  # for followers to end
 FAREWELL_SECONDS = 1.0  # … after a failure
 
@@ -53,7 +53,7 @@ class _Follower:
     address: str
     heard: float
     is_gone: bool = False
-    busy: float = 0.0  # seconds that it has worked on `call`
+    busy: float = 0.0  # seconds of work on `call`
     call: str = ""
     said: dict[str, list[Any]] = field(default_factory=dict)  # the newest message of each kind, until taken
 
@@ -62,7 +62,7 @@ class _Follower:
 
 
 class Leader:
-    """The leader's end of a group. The engine's thread calls it; `on_failed` is called once, from another thread.
+    """The leader's end of a group, for the engine's thread; another thread calls `on_failed` once.
 
     By default `on_failed` ends the process with code 1: a thread that waits for a device cannot be interrupted.
     """
@@ -78,7 +78,7 @@ class Leader:
         self._strangers = threading.Semaphore(MOST_STRANGERS)
         self._waits_since: float | None = None  # for a device
         self._waits_for, self._waits_most = "", settings.silence
-        self.dirty: set[int] = set()  # slots with sampling parameters that the followers need
+        self.dirty: set[int] = set()  # slots with sampling parameters to send
 
     def make_engine(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> LLMEngine:
         """Assemble the group and load the model on every host; raise UserError, on every host, if they do not agree."""
@@ -177,7 +177,7 @@ class Leader:
             try:
                 return socket.create_server((settings.host, settings.port), family=family)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # a name that a cluster makes now
+                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # a cluster may be making the name
                     time.sleep(1.0)
                     continue
                 raise UserError(
@@ -203,7 +203,7 @@ class Leader:
                 return
             before = self._followers.get(rank)
             self._followers[rank] = _Follower(rank, connection, address, time.monotonic())
-        if before is not None:  # it was restarted while the leader waited
+        if before is not None:  # restarted while the leader waited
             before.link.try_send("refused", f"another process has connected as rank {rank}")
             before.link.close()
         _log.info("host %d has connected from %s", rank, address)
@@ -218,7 +218,7 @@ class Leader:
                     follower.busy, follower.call = float(given[0]), str(given[1])
                 elif name == "failed":
                     self._fail(f"{follower} failed: {given[0]}")
-                elif name == "refuses":  # a UserError
+                elif name == "refuses":  # UserError
                     self._fail(f"{follower}: {given[0]}", UserError(f"host {follower.rank}: {given[0]}"))
                 else:
                     with self._changed:
@@ -290,7 +290,7 @@ class Leader:
         _log.error("%s", error)
         for follower in self._followers.values():
             follower.link.try_send(Call.STOP, why)
-        if cause is None:  # a refusal is raised by `_gather`
+        if cause is None:  # `_gather` raises refusals
             self.on_failed(error)
 
     def _exit(self, error: BaseException) -> None:
@@ -298,7 +298,6 @@ class Leader:
         os._exit(1)
 
     def _end(self, why: str) -> None:
-        """Stop the followers and wait for their ends."""
         self._is_stopping = True
         for follower in self._followers.values():
             if why:
@@ -306,7 +305,7 @@ class Leader:
             else:
                 with suppress(OSError):
                     follower.link.send(Call.STOP, why)
-        # JAX's service, which this process has, would end them with a stack trace.
+        # JAX's service, in this process, would end them with a stack trace.
         if self._is_complete:
             with self._changed:
                 self._changed.wait_for(lambda: all(each.is_gone for each in self._followers.values()), STOP_SECONDS)

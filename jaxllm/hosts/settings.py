@@ -15,7 +15,7 @@ class HostSettings:
     """A process's place in a group.
 
     The leader listens at `coordinator`; JAX's coordination service has the next port. `silence`: seconds without a
-    message, or of one step, after which a process counts as lost.
+    message, or of one step, until a process counts as lost.
     """
 
     num_hosts: int
@@ -46,5 +46,5 @@ class HostSettings:
 
     @property
     def key(self) -> bytes:
-        """The shared secret that both ends of a connection prove; empty without the environment variable."""
+        """The group's shared secret; empty without the environment variable."""
         return os.environ.get(KEY_VARIABLE, "").encode()

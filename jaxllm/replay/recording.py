@@ -34,7 +34,7 @@ from jaxllm.version import __version__
 MAGIC = "jaxllm recording"
 FORMAT = 9
 MIN_BYTES = 1 << 20
-_PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
+_PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so never a stop token
 _log = logging.getLogger(__name__)
 
 
@@ -45,17 +45,17 @@ class Kind(IntEnum):
     ABORT = 1  # reasons by id
     RESET = 2
     PLAN = 3  # number, decodes, rows, tokens, checksum
-    # Number, tokens, rows with non-finite logits; per row the tokens kept and sampled, None for one each.
+    # Number, tokens, rows with non-finite logits; per row the tokens kept and sampled (None: one each).
     COMMIT = 4
     END = 5
     FORK = 6  # target, source and token of each move
-    LANDED = 7  # plan, group and block of each copy to the host that has ended, and whether it succeeded
-    RECEIVED = 8  # id of a request; group and index of each block of its prompt that another engine computed
+    LANDED = 7  # plan, group and block of each ended copy to the host, and whether it succeeded
+    RECEIVED = 8  # id of a request; group and index of each fetched block of its prompt
     PASSED_OVER = 9  # ids of waiting requests that are not admitted for now
 
 
 class EventRecorder(ABC):
-    """Makes an entry of each call, on the engine's thread; implements `recorded.Recorder`. Subclasses write entries."""
+    """Makes an entry of each call, on the engine's thread; subclasses write entries."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
         """`clock` is the engine's; `pseudonyms` replace tokens."""
@@ -130,7 +130,7 @@ class EventRecorder(ABC):
         hidden = np.asarray(pseudonyms.extend(sequences.tolist(), events.tokens.tolist()), np.int32)
         ends = np.cumsum(events.counts)
         for sequence, reason in events.finished.items():
-            if reason == "stop":  # blocks with this token are never shared
+            if reason == "stop":  # never shared
                 last = ends[events.ids == sequence] - 1
                 hidden[last] = events.tokens[last]
         places = np.arange(len(hidden)) - np.repeat(ends - events.counts, events.counts)
@@ -170,8 +170,8 @@ class FileRecorder(EventRecorder):
     ) -> None:
         """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
 
-        With `is_redacted`, each token is replaced by a hash, with a key that is not stored, of all tokens up to it:
-        prefix sharing is preserved. `about` is shown to readers; `clock` is the engine's.
+        With `is_redacted`, each token is replaced by a keyed hash of all tokens up to it, which preserves prefix
+        sharing; the key is not stored. `about` is shown to readers; `clock` is the engine's.
         """
         super().__init__(clock, Pseudonyms() if is_redacted else None)
         if max_bytes < MIN_BYTES:
@@ -180,7 +180,7 @@ class FileRecorder(EventRecorder):
         self._max_bytes = max_bytes
         self._about = dict(about or {})
         self.size = 0
-        try:  # fail before the model is loaded
+        try:  # before the model is loaded
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
@@ -216,7 +216,7 @@ class FileRecorder(EventRecorder):
                 file.close()
 
     def write(self, entry: list[Any]) -> None:
-        """Append an unbuffered entry: one system call, 2 us, survives a crash."""
+        """Append an entry unbuffered: one system call, 2 us, survives a crash."""
         if self.file is None:
             return
         data = cast(bytes, msgpack.packb(entry))

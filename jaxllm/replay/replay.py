@@ -1,7 +1,4 @@
-"""Replay a recording: run the scheduler on all recorded calls, without device or weights.
-
-Reports the first plan that differs.
-"""
+"""Replay a recording on the scheduler, without device or weights; report the first plan that differs."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, Source, 
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of one value
-END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, beyond dates
+END_OF_TIME = 253_402_300_800.0  # year 10000, beyond dates
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -43,7 +40,7 @@ class Moment(NamedTuple):
     """An event, and the state after it."""
 
     number: int
-    time: float  # seconds since the recorded engine's start
+    time: float  # seconds since the engine's start
     kind: Kind
     state: State
     plan: Plan | None = None  # computed now, or being committed
@@ -129,7 +126,7 @@ class Replay:
         if not self.path.is_file():
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
-        self.end = ""  # why the recording ended; "" without an end mark
+        self.end = ""  # why it ended; "" without an end mark
         self.cut: str | None = None  # where an entry is truncated, as in a killed process
         self._replayer: Replayer | None = None
 
@@ -156,7 +153,7 @@ class Replay:
             except UserError:
                 raise
             except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f": {error}" if isinstance(error, ValueError) else ""  # other messages name Python classes
+                what = f": {error}" if isinstance(error, ValueError) else ""  # others name Python classes
                 raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
             except RuntimeError as error:  # a violated scheduler invariant
                 raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error
@@ -241,7 +238,7 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("the host has blocks of some layers only")
     if data["num_media_units"] and not data["media_unit"]:
         raise ValueError("a unit of the encoder's cache has no embeddings")
-    return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
+    return Limits(**{**data, "records_blocks": False})
 
 
 def _read_request(fields: Mapping[str, Any]) -> Request:

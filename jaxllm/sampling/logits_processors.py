@@ -1,7 +1,4 @@
-"""Custom logits processors: functions registered at engine start, which requests select by name.
-
-`sampler.processed` documents their signature.
-"""
+"""Custom logits processors (see `sampler.processed`), registered at engine start, which requests select by name."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[s
         if name in found:
             raise UserError(f"logits_processors has two functions that are called {name!r}.", "logits_processors")
         _check(name, processor, vocab_size)
-        found[name] = partial(processor)  # a new object per engine: JAX caches traces by function
+        found[name] = partial(processor)  # new per engine: JAX caches traces by function
     return found
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Each step tokenizes forced text again: quadratic. 0.4 s to compile "a?a?a?..." of this length.
+# Each step tokenizes forced text again, quadratically: 0.4 s to compile "a?a?a?..." of this length.
 MAX_CHARS = 2**13
 
 _parser: Any = vars(re)["_parser"]  # missing from type stubs
 
 _AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance's Unicode may be newer
-_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's also matches combining marks
+_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has combining marks
 # Subsets of Python's categories, for Unicode and with re.ASCII.
 _CATEGORIES = {
     "CATEGORY_DIGIT": ("0-9", "0-9"),
@@ -56,8 +56,7 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-# In JSON schema patterns `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
-# letter.
+# In JSON schema patterns `\d` and `\w` are ASCII, as in ECMA 262; `\D` and `\W` exclude all digits and letters.
 _OF_PATTERNS = _CATEGORIES | {
     "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
     "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f\x{feff}]", r"[^ \t\n\r\x0b\x0c]"),
@@ -75,7 +74,7 @@ _OF_ECMA = re.compile(
 
 
 class _Edge(Enum):
-    """The context at one end of a part of an expression."""
+    """The context at one end of a part."""
 
     INNER = auto()  # other parts
     HELD = auto()  # the start or end of the text
@@ -91,15 +90,15 @@ def translate(pattern: str, name: str = "regex") -> str:
 
 
 def translate_whitespace(pattern: str) -> str:
-    """Translate an expression for whitespace between JSON's parts, which must not match anything else."""
+    """Translate an expression for whitespace between JSON's parts, which must match nothing else."""
     return _Writer("whitespace_pattern", characters=" \t\n\r").write(pattern)
 
 
 def translate_pattern(pattern: str) -> str:
     r"""Translate a JSON schema pattern to an expression for the whole text.
 
-    Control characters that need a \\u escape are removed from classes: with them, llguidance matches escaped quotes and
-    backslashes too.
+    Classes lose control characters that need a \\u escape: with them, llguidance matches escaped quotes and backslashes
+    too.
     """
     return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
 
@@ -180,7 +179,7 @@ class _Writer:
         if op == "SUBPATTERN":
             _, added, removed, inner = value
             return f"(?:{self._sequence(inner, (flags | added) & ~removed, begin, end)})"
-        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # laziness does not affect full matches
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # equal in full matches
             least, most, inner = value
             bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
             return f"(?:{self._sequence(inner, flags, _Edge.INNER, _Edge.INNER)}){{{int(least)},{bound}}}"

@@ -1,6 +1,6 @@
 """Compile and cache grammars with llguidance, and compute masks of allowed tokens.
 
-Constraints that cannot be followed exactly, in bounded work, are refused.
+Refuses constraints that cannot be followed exactly, in bounded work.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.threads import start_thread
 
 MAX_KEPT = 64  # grammars
-MAX_KEPT_CHARS = 2**20  # total length of the cached grammars' sources
-MAX_KEPT_BYTES = 2**28  # total of cached lexers, which grow in use: small sources' to 20 or 40 MB
-# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, about 1 kB for each of 50,000 states at most;
-# 0.1 to 0.3 MB without states.
+MAX_KEPT_CHARS = 2**20  # total length of the sources
+MAX_KEPT_BYTES = 2**28  # lexers; they grow in use, those of small sources to 20 or 40 MB
+# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, at most 1 kB for each of 50,000 states; 0.1 to
+# 0.3 MB without states.
 _LEAST_BYTES = 2**18
 _BYTES_A_UNIT = 20
 _MOST_BYTES = 50 * 2**20
@@ -45,18 +45,18 @@ _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
 _WEIGHED_SECONDS = 0.002  # weigh after masks that took longer: lexers grow 100 kB in that time
 STEPS_UNWEIGHED = 32
-# Uses before recompilation: lexer states accumulate over outputs, against the limit.
+# Uses before recompilation: lexer states accumulate against the limit.
 MAX_USES = 64
 # Bounded: a model may prefer whitespace to an end forever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
-_MOST_TEXT = 2**13  # characters of one choice, as schemas.MAX_TEXT
-_LONG_SECONDS = 0.001  # seconds of masks on one thread; the rest use several
+_MOST_TEXT = 2**13  # characters, as schemas.MAX_TEXT
+_LONG_SECONDS = 0.001  # of masks on one thread; the rest use several
 _NUM_TRIED = 3  # steps: JSON's bracket and two more
 
 # llguidance 1.9.1, one core of two. 128,000 tokens: first use 1.9 s, 86 MB; compiling three properties 8 ms; a mask 13
-# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. 1,536 tokens: 2 ms, 9 µs, 80 µs. 100 MB after 10,000 schemas.
-# Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about 100 if ambiguous.
+# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. 100 MB after 10,000 schemas. Largest grammars: compiling 0.2
+# to 0.5 s, a mask 10 ms, about 100 if ambiguous.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # 25,000 short choices take 300,000
     step_lexer_fuel=100_000,
@@ -71,12 +71,12 @@ _LIMITS = LLParserLimits(
 class _Kept:
     matcher: LLMatcher
     num_bytes: int
-    pace: Pace  # of all requests with it, which share its lexer
+    pace: Pace  # of all requests that share its lexer
     uses: int = 1
 
 
 class Grammar:
-    """A compiled constraint, shared by the outputs that follow it."""
+    """A compiled constraint, shared by outputs."""
 
     def __init__(
         self, matchers: Sequence[LLMatcher], way: Preamble, allowed: np.ndarray, vocabulary: Vocabulary, pace: Pace
@@ -100,7 +100,7 @@ class Grammars:
         self._of_vocabulary = (tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()
         self._made_vocabulary: Vocabulary | None = None
-        self._refused: str | None = None  # why this vocabulary cannot be constrained
+        self._refused: str | None = None  # why the vocabulary cannot be constrained
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[StructuredOutputsParams | str, _Kept] = OrderedDict()
         self._kept_chars = self._kept_bytes = 0
@@ -129,7 +129,7 @@ class Grammars:
             tuple(opening.encode() for opening in asked.may_open_with) if marks else (),
         )
         for opening in way.openings:
-            vocabulary.spelling(opening)  # reads the whole vocabulary at the first call
+            vocabulary.spelling(opening)  # reads the whole vocabulary once
         tokens = {int(token) for text in others for token in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
         return Grammar(matchers, way, allowed, vocabulary, pace)
@@ -169,13 +169,13 @@ class Grammars:
         at, began, used = 0, time.perf_counter(), time.thread_time()
         now = began
         while at < len(work) and (not at or now < until):
-            # A parallel call costs ten short masks; long masks predict more of them.
+            # A parallel call costs ten short masks.
             size = 1 if now - began < _LONG_SECONDS else NUM_THREADS
             some, before = work[at : at + size], now
             self._make(some, masks)
             at, now = at + len(some), time.perf_counter()
             seconds = now - before
-            if seconds > SLOW_SECONDS and len(some) == 1:  # exclude time lost to other processes
+            if seconds > SLOW_SECONDS and len(some) == 1:  # exclude time of other processes
                 used, before_used = time.thread_time(), used
                 seconds = min(seconds, used - before_used)
             for constraint, _ in some:
@@ -294,7 +294,7 @@ _TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     """Compile a grammar and try its first steps, which may exceed limits too.
 
-    Runs on a thread with a known stack: 4,096 levels of 2 kB, doubled for safety.
+    Runs on a thread with a known stack: 4,096 levels of 2 kB, doubled.
     """
     made: list[LLMatcher] = []
 

@@ -1,6 +1,6 @@
-"""Threads that compute slow masks during steps; llguidance releases the GIL.
+"""Threads that compute slow masks during steps, while llguidance releases the GIL.
 
-Outputs of a grammar share its lexer, which llguidance locks for the time of a mask, so one thread at a time uses it.
+llguidance locks a grammar's lexer during a mask, so one thread at a time uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)
 # Usual grammars take 10 to 200 us, at their limits 10 ms, ambiguous ones 100 ms or more.
 SLOW_SECONDS = 0.005
 MOST_LEAD = 1.0  # thread seconds of earlier use that count against a grammar
-PATIENCE = 16  # consecutive fast masks after which the engine's loop computes them again
+PATIENCE = 16  # consecutive fast masks until the engine's loop computes them again
 
 
 class Pace:
@@ -30,7 +30,7 @@ class Pace:
     def __init__(self) -> None:
         self._left = 0
         self.used = 0.0  # thread seconds
-        self.is_running = False  # a thread computes one of its masks
+        self.is_running = False  # a thread computes a mask
 
     @property
     def is_slow(self) -> bool:
@@ -48,12 +48,12 @@ class Job:
 
     def __init__(self, work: Callable[[], None], words: np.ndarray) -> None:
         self.work = work
-        self.words = words  # int32[W], valid once is_done
+        self.words = words  # int32[W], valid when done
         self.is_done = False
 
 
 class SlowMasks:
-    """A thread pool for masks, fair between grammars: least thread time first."""
+    """A thread pool for masks that serves the grammar with the least thread time first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class SlowMasks:
         self._threads: list[threading.Thread] = []
 
     def begin(self, pace: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
-        """Queue `work`, which must not raise and writes `words`."""
+        """Queue `work`, which writes `words` and must not raise."""
         job = Job(work, words)
         with self._changed:
             if self._waiting and pace not in self._waiting:

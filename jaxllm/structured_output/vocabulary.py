@@ -36,7 +36,7 @@ class Vocabulary:
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
         written = set(texts)
         missing = next((each for each in _PRINTABLE if each not in written), None)
-        if missing is not None:  # would be a dead end in most grammars
+        if missing is not None:  # a dead end in most grammars
             raise UserError(
                 "structured_outputs needs a tokenizer that can write any text, and this one has no "
                 f"{missing.decode()!r} that stands alone; choose another model.",
@@ -72,8 +72,8 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Tokenize a text inside an output.
 
-        Greedy longest match where the tokenizer would change the text (normalizers, special tokens), or is confined,
-        which would delay a step.
+        Greedy longest match if the tokenizer would change the text (normalizers, special tokens), or is confined and so
+        slow.
         """
         wanted = text.encode()
         for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():
