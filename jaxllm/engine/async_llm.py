@@ -1,7 +1,4 @@
-"""`AsyncLLM`: one engine in a thread, with async iterators of outputs for any number of readers.
-
-All methods belong to the event loop that called `start`.
-"""
+"""`AsyncLLM`: one engine in a thread; all methods belong to the event loop that called `start`."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MANY_IDS = 2**16  # token ids of a prompt; longer ones are checked in a thread: 5 ms
-LONG_TEXT = 4096  # characters; longer prompts are tokenized off the event loop: about 1 ms
+_MANY_IDS = 2**16  # of a prompt; longer ones are checked in a thread: 5 ms
+LONG_TEXT = 4096  # characters; longer prompts are tokenized in a thread: about 1 ms
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
@@ -62,13 +59,13 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
-        max_queued_requests: int | None = None,  # sequences waiting for a slot; None: see `most_queued`
-        max_queued_tokens: int | None = None,  # of their prompts; None: see `most_queued_tokens`
+        max_queued_requests: int | None = None,  # waiting sequences; None: see `most_queued`
+        max_queued_tokens: int | None = None,  # of prompts; None: see `most_queued_tokens`
         hang_timeout: float = 8.0,  # seconds; a longer step counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,  # with its clock; None: loaded from the model
+        parts: Parts | None = None,  # None: loaded from the model
         thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -93,7 +90,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
-        """Make an engine, not yet started, from `AsyncEngineArgs`; `bounds` are as for the constructor."""
+        """Make an engine, not yet started, from `AsyncEngineArgs`."""
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
@@ -150,7 +147,6 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         return self.engine.model
 
     @property
@@ -163,7 +159,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         return (self,)
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer after each step and each finished request; `number` is 0."""
+        """Call an observer after each step and each finished request."""
         self._observers.append(observer)
 
     async def drain_replica(self, number: int) -> None:
@@ -298,11 +294,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             try:
                 stream = self._streams.of_internal_id(output.internal_id)
                 if stream is None:
-                    continue  # closed by its reader
+                    continue
                 delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:  # fails one request only
+            except Exception:
                 _log.exception("an output could not be handed over")
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:
@@ -339,4 +335,4 @@ def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-AsyncLLMEngine = AsyncLLM  # its name in vLLM
+AsyncLLMEngine = AsyncLLM

@@ -36,7 +36,7 @@ from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 _log = logging.getLogger(__name__)
-StuckSequences = list[tuple[Output, str]]  # cannot continue, and the reason
+StuckSequences = list[tuple[Output, str]]  # the reason
 
 
 class EngineCore:
@@ -57,7 +57,7 @@ class EngineCore:
         self.model = parts.model
         self.runner = parts.runner
         self.start_phases = parts.start_phases
-        self.num_rows = 0  # in the last step
+        self.num_rows = 0
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
@@ -79,14 +79,14 @@ class EngineCore:
         self.features = Features([feature for feature in made if feature is not None])
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
-        self._depth = 2 if config.async_scheduling else 1  # most steps in flight
-        # The second of two may be a `HeldStep` until the first is committed.
+        self._depth = 2 if config.async_scheduling else 1
+        # The second may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
-        self._planned: Plan | None = None  # the dispatched or awaited step
+        self._planned: Plan | None = None
         self._failed_steps = FailedSteps()
-        self.held: str | None = None  # why no step may run, see features/weights
+        self.held: str | None = None  # why no step may run
         self._profile: Profile | None = None
-        self._counted: tuple[Waiting, ...] = ()  # entries of `_waiting_tokens`
+        self._counted: tuple[Waiting, ...] = ()
         self._waiting_tokens = 0
         self._is_closed = False
 
@@ -99,7 +99,7 @@ class EngineCore:
     def add(self, requests: Sequence[Accepted]) -> None:
         """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use.
 
-        Waits for the futures that features need, which have deadlines.
+        Waits for the futures that features need.
         """
         self._check_open()
         ids = set(self.outputs.groups)
@@ -110,7 +110,7 @@ class EngineCore:
                 )
             ids.add(accepted.internal_id)
         needed = [future for needs in self.features.needs for each in requests if (future := needs(each)) is not None]
-        for future in needed:  # done already under `AsyncLLM`
+        for future in needed:
             with suppress(CancelledError):
                 future.result()
         made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
@@ -149,7 +149,7 @@ class EngineCore:
 
     def load(self) -> Load:
         state, metrics = self.scheduler.state, self.metrics
-        if state.waiting is not self._counted:  # few steps change it
+        if state.waiting is not self._counted:
             self._counted, self._waiting_tokens = state.waiting, sum(entry.num_tokens for entry in state.waiting)
         further: dict[str, Any] = {}
         for load in self.features.load:
@@ -166,14 +166,12 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has work."""
         return self.held is None and bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first; rows of requests that this one ends are
-        dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first.
         """
         self._check_open()
         if self.held is not None:
@@ -233,13 +231,13 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # after `outputs.take_in`, whose text may have ended them
+                ended += self._end_stuck(stuck)  # text ended the others
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
     def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Pass a committed step to features; if one raises, end its requests in the step."""
+        """Pass a committed step to features; end its requests if one raises."""
         ended: list[SequenceGroup] = []
         for feature in self.features.taking_in:
             try:

@@ -1,7 +1,7 @@
 """Fetches of KV blocks into the host's tier, before the admission of the requests that begin with them.
 
-Plans pass over a request while its blocks are fetched, for at most `MOST_SECONDS`; then it runs with those that are
-here. The scheduler's calls are recorded, so a replay needs no source.
+Plans pass over a request meanwhile, for at most `MOST_SECONDS`. The scheduler's calls are recorded, so a replay needs
+no source.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from jaxllm.scheduler import fetching
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Plan, State
 
-AHEAD = 8  # waiting requests, from the first, with fetches
-MOST_SECONDS = 1.0  # of a fetch
+AHEAD = 8  # waiting requests with fetches
+MOST_SECONDS = 1.0
 REST_SECONDS = 10.0  # without fetches after a late one
-WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; also delays new requests
+WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; also delays new ones
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Fetch:
 
     ticket: int
     began: float
-    blocks: dict[tuple[int, int], bytes]  # digests by group and index, not here yet
+    blocks: dict[tuple[int, int], bytes]  # digests by group and index
 
 
 class Fetches:
-    """Fetches from one source. `update` precedes each plan, `expect` follows it."""
+    """Fetches from one source; call `update` before each plan, `expect` after it."""
 
     def __init__(
         self, source: BlockSource, scheduler: RecordedScheduler, runner: Runner, clock: Callable[[], float]
@@ -41,7 +41,7 @@ class Fetches:
         self._runner = runner
         self._clock = clock
         self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
-        self._seen: set[int] = set()  # requests near the head of the queue, already considered
+        self._seen: set[int] = set()  # considered requests near the head of the queue
         self._rests_since: float | None = None
 
     def update(self) -> None:
@@ -83,7 +83,7 @@ class Fetches:
             self._source.expect({(each.plan, each.group, each.block): each.digest for each in own})
 
     def wait(self) -> bool:
-        """Wait a short time for blocks; return False at once if no request waits for any."""
+        """Wait a short time for blocks, if a request needs any; return whether one does."""
         if self._fetches:
             self._source.wait(WAIT_SECONDS)
         return bool(self._fetches)

@@ -1,4 +1,4 @@
-"""Converts prompts and parameters to queued requests: checks, token ids, sequences, packed parameters.
+"""Converts prompts and parameters to queued requests.
 
 `InputProcessor.accept` and the module's functions are thread-safe.
 """
@@ -32,11 +32,11 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher
 from jaxllm.text.tokenizer import Tokenizer
 
-_BAD_WORD_CHARACTERS = 32  # average length of a token in bad_words, at most
+_BAD_WORD_CHARACTERS = 32  # of a token in bad_words, at most, on average
 
 
 class InputProcessor:
-    """Converts requests to sequences. All but `accept` belong to the engine's thread."""
+    """Converts requests to sequences; all but `accept` is for the engine's thread."""
 
     def __init__(
         self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras, features: Features
@@ -145,12 +145,12 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return the root of a request's block digests, or None if its blocks are not shared."""
-        if self._limits.whole_prompts:  # no cache
+        """Return the root of a request's digests, None if its blocks are not shared."""
+        if self._limits.whole_prompts:
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
-        # The n sequences of a prompt share blocks under a unique root.
+        # The n sequences of a prompt share blocks.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
@@ -163,7 +163,7 @@ class InputProcessor:
             return
         seed = params.seed
         if seed is None:
-            # A random seed would depend on the order of arrival.
+            # Not random, which depends on the order of arrival.
             seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
@@ -197,7 +197,7 @@ class InputProcessor:
 
 
 def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by id; text without special tokens never contains them."""
+    """Return the stop strings that are special tokens, by id, if text contains none."""
     if not params.stop or not params.skip_special_tokens:
         return {}
     found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}
@@ -209,7 +209,7 @@ def read_prompt(
 ) -> tuple[str | None, list[int], bytes]:
     """Return a prompt's text, checked token ids and cache salt; raise UserError if it is invalid.
 
-    `prompt` is as in `InputProcessor.accept`. It must leave room for one token, or be cut by `truncate_prompt_tokens`.
+    It must leave room for one token, or be cut by `truncate_prompt_tokens`.
     """
     text, ids, salt = parts_of(prompt)
     if ids is None:
@@ -258,7 +258,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
     if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # checked before tokenizing
         texts = [text for name in sorted(names) for text in (name, " " + name)]
         spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        # Drop sequences whose suffix is already banned.
+        # Drop those with a banned suffix.
         sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
     if sequences is None or sum(map(len, sequences)) > most:
         raise UserError(

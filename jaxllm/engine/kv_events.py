@@ -1,4 +1,4 @@
-"""Log of prefix cache changes, for readers such as a router."""
+"""Log of prefix cache changes, for routers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class BlockBatch(NamedTuple):
 
     sequence: int  # consecutive, from 0
     time: float  # seconds since 1970
-    block_size: int  # tokens
+    block_size: int
     events: tuple[BlockEvent, ...]
-    adapters: Mapping[int, str] = {}  # names by the numbers in `events`
+    adapters: Mapping[int, str] = {}  # names, by number
 
 
 class BlockLog:
@@ -53,7 +53,7 @@ class BlockLog:
         self._changed = asyncio.Event()
 
     async def read(self, start: int) -> AsyncGenerator[BlockBatch]:
-        """Yield batches from number `start` on, indefinitely; raise OutOfRangeError if it is not in the log."""
+        """Yield batches from number `start` on, indefinitely; raise OutOfRangeError if it was discarded."""
         while True:
             first = self._next - len(self._batches)
             if not first <= start <= self._next:

@@ -1,4 +1,4 @@
-"""`LLMEngine`: the engine with vLLM's methods. Its loop is in engine_core.py."""
+"""`LLMEngine`: the engine with vLLM's methods."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ def load_parts(
 
 
 def eos_ids_of(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end tokens of the tokenizer and of generation_config.json.
+    """Return the end tokens of the tokenizer and of generation_config.json; raise UserError for others than ids.
 
-    Omits ids beyond the vocabulary: derived models often keep their base model's. Raises UserError for others than ids.
+    Omits ids beyond the vocabulary: derived models often keep their base model's.
     """
     named = generation_config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -1,4 +1,4 @@
-"""Tokenizer, limits and defaults of a model, for callers of its engine. Immutable."""
+"""Tokenizer, limits and defaults of a model, for callers of its engine."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class ModelInfo:
 
     tokenizer: Tokenizer
     generation_config: Mapping[str, Any]
-    default_params: SamplingParams  # of requests without parameters
+    default_params: SamplingParams
     eos_ids: frozenset[int]
     vocab_size: int
-    max_model_len: int  # tokens
+    max_model_len: int
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    block_size: int = 0  # tokens
+    block_size: int = 0
     num_kv_blocks: int = 0
     dtype: str = ""
     device_kind: str = ""
-    pooler: Head | None = None  # None: the model generates
-    pooled_size: int = 0  # numbers of a result
-    num_token_types: int = 0  # 0: tokens have no types
-    processor: Processor | None = None  # None: the model reads no images
+    pooler: Head | None = None
+    pooled_size: int = 0  # of a result
+    num_token_types: int = 0
+    processor: Processor | None = None
     sources: SourcePrompts | None = None  # of an encoder-decoder model
 
     @property

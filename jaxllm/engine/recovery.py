@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 MAX_FAILURES = 3  # consecutive failed steps per escalation
-MAX_EXHAUSTED = 3  # out-of-memory escalations: the last ends the engine, others the largest request
+MAX_EXHAUSTED = 3  # the last out-of-memory escalation ends the engine, others the largest request
 
 Action = Literal["retry", "end_largest", "give_up"]
 

@@ -1,4 +1,4 @@
-"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
+"""`StreamingEngine`: readers of outputs and bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from jaxllm.request_params import RequestParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-LEAST_SECONDS = 1e-9  # of a request; gRPC's durations have nanoseconds
-MAX_SECONDS = 10**9  # of a request: 30 years, the limit of timers
-_MOST_THREADS = 4  # for slow work; more would wait for Python's lock
-# Default bounds of the queue, 90 MB (measured with 4,000 prompts of 256 tokens): the larger of two.
-LEAST_QUEUED = 4096  # sequences
-QUEUED_PER_SLOT = 4  # sequences for each slot
-LEAST_QUEUED_TOKENS = 2**20  # prompt tokens; or 16 contexts
+LEAST_SECONDS = 1e-9  # gRPC's durations have nanoseconds
+MAX_SECONDS = 10**9  # 30 years, the limit of timers
+_MOST_THREADS = 4  # more would wait for Python's lock
+# Default bounds of the queue, the larger of two: 90 MB with 4,000 prompts of 256 tokens.
+LEAST_QUEUED = 4096
+QUEUED_PER_SLOT = 4
+LEAST_QUEUED_TOKENS = 2**20  # or 16 contexts
 
 
 class Queue(Protocol):
@@ -59,7 +59,7 @@ class Queue(Protocol):
 
 
 class StreamingEngine:
-    """The part of an `EngineClient` that is independent of the computation."""
+    """The part of an `EngineClient` without the computation."""
 
     drains_replicas = False
 
@@ -84,15 +84,14 @@ class StreamingEngine:
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._num_preparing = 0  # sequences whose prompts are being prepared
+        self._num_preparing = 0  # sequences
         self._life = LifeCycle()
-        self._num_resumed = 0  # calls of `resume`
+        self._num_resumed = 0
         self._tokenizing: FairThreads | None = None
         self._of_adapters: LanguageThreads | None = None
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         raise UnavailableError(NOT_STARTED)
 
     @property
@@ -127,7 +126,7 @@ class StreamingEngine:
         raise UnavailableError(NOT_STARTED)
 
     def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
-        """Begin the work that must end before a request is queued; the result is None or a request to queue instead."""
+        """Begin the work that precedes queuing; the result is None or a request to queue instead."""
 
     async def start(self) -> None:
         """Load the model and wait for it; raise an error if it cannot be loaded."""
@@ -145,7 +144,7 @@ class StreamingEngine:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # for example cancelled: then `close` is not called
+        except BaseException:  # `close` is not called then
             self._life.on("stop")
             self._queue.stop()
             raise
@@ -189,9 +188,9 @@ class StreamingEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs; closing the iterator aborts the request.
 
-        Outputs that a slow reader has not taken are merged. After `time_limit` seconds the request ends with its output
-        so far; after `timeout` it fails with DeadlineError. The first iteration raises UserError for an invalid
-        request, OverloadedError if the queue is full, UnavailableError or EngineDeadError.
+        Unread outputs are merged. After `time_limit` seconds the request ends with its output so far; after `timeout`
+        it fails with DeadlineError. The first iteration raises UserError for an invalid request, OverloadedError if the
+        queue is full, UnavailableError or EngineDeadError.
 
         Running requests of an `owner` have unique ids; preparation serves `client`s in turn. `arrival` is on the
         monotonic clock, by default now. Logs and recordings use `name`, by default the id. `options` are those of
@@ -254,12 +253,12 @@ class StreamingEngine:
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         if stream.needs is None:
             self._queue.abort(stream.internal_id, reason)
-        else:  # not queued yet
+        else:
             stream.end_reason = reason
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for the work of `_needs` or the end of the request; return the request, perhaps changed."""
+        """Wait for the work of `_needs` or the request's end; return the request, perhaps changed."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:
@@ -277,10 +276,7 @@ class StreamingEngine:
         self._check_serving()
 
     def check_room(self) -> None:
-        """Raise an error if `generate` would refuse every request.
-
-        Cheap, because it precedes reading a request's body, also in an overload.
-        """
+        """Raise an error if `generate` would refuse every request; cheap, even in an overload."""
         self._check_serving()
         self.check_queue(1, 0)
 
@@ -288,7 +284,7 @@ class StreamingEngine:
         """Raise OverloadedError if sequences would exceed the queue's bounds, UserError if an empty queue could not
         hold them.
 
-        `num_sequences` and `num_tokens` are sums over `num_prompts`.
+        Numbers are sums over `num_prompts`.
         """
         load = self.get_load()
         most = most_queued(self.max_queued_requests, load.max_running)
@@ -327,8 +323,7 @@ class StreamingEngine:
     ) -> Result:
         """Run a slow function, for example tokenization, in a thread.
 
-        Clients take turns by name; one client never has all threads. `language` is the `confined` of the function's
-        tokenizer, or b"" to read an adapter.
+        Clients take turns. `language` is the `confined` of the function's tokenizer, or b"" to read an adapter.
         """
         if language is not None:
             if self._of_adapters is None:
@@ -357,7 +352,7 @@ class StreamingEngine:
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return  # `resume` or `drain` was called, and perhaps `pause` again
+                return  # `resume` or `drain` was called
         self._queue.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
@@ -423,7 +418,7 @@ class StreamingEngine:
         assert self._started is not None and self._death is not None
         if not self._started.done():
             self._started.set_exception(error)
-            self._started.exception()  # else asyncio logs an error if `start` was cancelled
+            self._started.exception()  # else asyncio logs it if `start` was cancelled
         set_result(self._death, error)
         self._streams.fail_all(EngineDeadError("The engine has died; this request is lost."))
 

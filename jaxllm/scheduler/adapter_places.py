@@ -10,18 +10,16 @@ from collections.abc import Set
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
     """Move residents without requests to the front, in order; return the same object if nothing moves."""
-    ordered = tuple(sorted(residents, key=in_use.__contains__))  # stable
+    ordered = tuple(sorted(residents, key=in_use.__contains__))
     return residents if ordered == residents else ordered
 
 
 class AdapterPlaces:
     """The places for adapters while one plan admits requests, called in order of rank.
 
-    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which then accepts no
-    request of lower rank, so that it drains and the first waiting request is admitted.
-
-    At most half of the places drain at a time, excluding adapters that entered use in this plan, so that steps stay
-    full. Without both rules, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
+    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which drains because it
+    then accepts no request of lower rank. At most half of the places drain at a time, excluding adapters that entered
+    use in this plan. Without both rules, 200 adapters with 10 requests each ran 8 rows a step instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:
@@ -31,13 +29,12 @@ class AdapterPlaces:
         self._most_draining = min(len(self._in_use), max(1, most // 2))
         self._num_claims = 0
         self._has_new = False
-        self.closed: set[int] = set()  # refused to further requests of this plan
+        self.closed: set[int] = set()
 
     def admits(self, adapter: int) -> bool:
         """Return whether the next request may have its adapter in this plan; if not, claim a place.
 
-        A plan adds at most one adapter, which bounds the transfer before the step and the memory for adapters of steps
-        in flight.
+        A plan adds at most one adapter, to bound the transfer before the step.
         """
         if not adapter:
             return True

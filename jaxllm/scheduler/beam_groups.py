@@ -2,10 +2,10 @@
 
 Members are consecutive in rank, and are admitted, preempted and removed together. Until the first fork only the leader,
 the first in rank, computes. A member's next row waits until all have results and `fork` has chosen the sequences to
-continue and their tokens; other requests keep two steps in flight.
+continue and their tokens.
 
-A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
-one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks.
+A child shares its parent's full blocks. A partial last block stays with one child; the others get copies in new blocks
+of the next plan (`Plan.moves`), so a fork takes no blocks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ class Found(NamedTuple):
 
     hits: list[int]
     sibling: int = 0  # number of an earlier member …
-    count: int = 0  # … and the number of its first blocks to share, if more than `hits`
+    count: int = 0  # … and how many of its first blocks to share
     near: Sequence[int] = ()  # windowed layers' blocks in the window
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Return the most blocks that a beam group of `width` members can occupy.
-
-    They share the prompt's full blocks, but not those of windowed layers, see `find`.
-    """
+    """Return the most blocks of a beam group, which shares the prompt's full blocks, but not windowed ones."""
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
     return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Raise ValueError if members of a beam group are not consecutive or differ in prompt."""
+    """Raise ValueError if members are not consecutive or differ in prompt."""
     for at, request in enumerate(requests):
         if not request.beam_group:
             continue
@@ -78,16 +75,15 @@ def with_members(beam_groups: Sequence[tuple[int, ...]], slots: Sequence[int]) -
 def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
     """Return the cached part of each member of a waiting beam group.
 
-    Of a new group only the leader has one. In a preempted group a member shares the full blocks of an earlier member up
-    to their first difference, even if not computed yet: chunks are planned by rank, so the earlier member computes them
-    in that step or before. Windowed layers do not share this way: the earlier member may have freed the block, or not
-    have it yet.
+    Of a new group only the leader has one. In a preempted group a member shares an earlier member's full blocks up to
+    their first difference, even if not computed yet: chunks are planned by rank. Windowed blocks are not shared this
+    way: the earlier member may have freed them, or lack them yet.
     """
     if entries[0].num_tokens == entries[0].request.num_prompt:
         entries = entries[:1]
     found: list[Found] = []
     for number, entry in enumerate(entries):
-        readable = (entry.num_tokens - 1) // limits.block_size  # the last known token is always computed
+        readable = (entry.num_tokens - 1) // limits.block_size
         digests = entry.digests[:readable]
         hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
         if limits.window:
@@ -105,7 +101,7 @@ def _num_equal(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def held(editor: StateEditor) -> np.ndarray:
-    """Return the slots of members whose newest token is not chosen yet, so without work, intp[·]."""
+    """Return the slots of members whose newest token is not chosen yet, intp[·]."""
     slots = _all_slots(editor)
     return slots[editor.slots.num_tokens[slots] < editor.slots.length[slots]]
 
@@ -131,7 +127,7 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     """Continue each member of a beam group as a child of one of them, with a known newest token.
 
-    Needs one move per member; all have results and are below their limit. Raises ValueError otherwise.
+    Raises ValueError unless all have results and are below their limit, and each has one move.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
@@ -147,7 +143,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     num_computed, limit = int(slots.num_computed[beam_group[0]]), editor.owner(beam_group[0]).request.limit
     if num_computed + 1 >= limit or any(slots.num_tokens[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    keepers: dict[int, int] = {}  # child that keeps each parent's last block, by parent
+    keepers: dict[int, int] = {}  # child that keeps each parent's last block
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in beam_group}
@@ -178,10 +174,9 @@ def _inherit(
     keepers: Mapping[int, int],
     num_computed: int,
 ) -> None:
-    """Give each child its parent's blocks of a group, except a partial last one with another keeper.
+    """Give each child its parent's blocks of a group, except a partial last one that another child keeps.
 
-    `pairs`: slots of child and parent; `keepers`: child that keeps each parent's last block; `num_computed`: tokens of
-    each in the cache.
+    `pairs`: slots of child and parent; `keepers`: child that keeps each parent's last block.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
     num_full, num_partial = divmod(num_computed, limits.block_size)
@@ -209,9 +204,9 @@ def _inherit(
 
 
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
-    """Return and clear the changes by forks, for a plan that has allocated its blocks.
+    """Return and clear the changes by forks: entries as `Plan.table`, and moves as `Plan.moves`.
 
-    Entries of block tables as `Plan.table`, int32[·, 3], and moves as `Plan.moves`, int32[·, 5].
+    Requires that the plan has allocated its blocks.
     """
     moves = [
         (group, DEVICE, source, DEVICE, (editor.window_tables if group else editor.tables)[slot][-1])

@@ -1,7 +1,6 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is used (`references` counts its running requests), cached (unused, with content in the prefix index), or free.
-Contents are hashes. Letters: N blocks in the pool.
+A block is used, cached (unused, with content in the prefix index), or free. Letters: N blocks in the pool.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Shards of the prefix index are byte strings, so that a change copies 1 kB and counts no references. Copying dicts took
-# half of a step that replaced 26 of 4,096 requests.
-SHARD_BLOCKS = 32  # blocks of the pool per shard
-MOST_SHARDS = 8192  # a change copies their list too
+# Shards of the prefix index are byte strings, of which a change copies 1 kB. Copying dicts took half of a step that
+# replaced 26 of 4,096 requests.
+SHARD_BLOCKS = 32  # of the pool per shard
+MOST_SHARDS = 8192  # a change copies their list
 BLOCK_BYTES = 4
-QUEUE_CHUNK = 1024  # entries in a chunk of a rebuilt queue: an eviction copies its rest
-MOST_STALE = 1024  # stale entries that are too few to sweep
+QUEUE_CHUNK = 1024  # an eviction copies the rest of a chunk
+MOST_STALE = 1024  # too few to sweep
 
 
 class Cached(NamedTuple):
@@ -32,7 +31,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    Columns, because tuples would be 200,000 objects for Python's garbage collector at 4,096 requests.
+    In columns: tuples would be 200,000 objects for Python's garbage collector at 4,096 requests.
     """
 
     blocks: tuple[int, ...]
@@ -45,13 +44,13 @@ class Pool(NamedTuple):
     """N blocks and their users, in read-only arrays."""
 
     references: np.ndarray  # int16[N]: block tables with the block (at most 2**14)
-    stamps: np.ndarray  # int32[N]: incremented when a cached block is hit, which makes its queue entry stale
+    stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
     free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int  # of the queue, with stale ones
-    oldest: Chunk | None  # queue of cached blocks, least recently released first …
-    newest: Chunk | None  # … continued in reverse (a two-list queue: amortised O(1))
-    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests and blocks
+    num_entries: int  # with stale ones
+    oldest: Chunk | None  # cached blocks, least recently released first …
+    newest: Chunk | None  # … continued in reverse: a two-list queue
+    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes
 
     @property
     def num_blocks(self) -> int:
@@ -81,7 +80,7 @@ def make_pool(num_blocks: int) -> Pool:
 
 
 def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
-    """Return the root of a chain of digests, for a cache salt and `content`, a digest of all inputs except tokens.
+    """Return the root of a chain of digests, for a cache salt and the digest of all inputs except tokens.
 
     Each part follows its length, so that different pairs have different roots.
     """
@@ -91,13 +90,13 @@ def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the digest of a full block: of its tokens (int32, little-endian) and the parent's digest.
 
-    SHA-256, because a hit is served without comparing tokens (CVE-2025-25183: vLLM's guessable hash was attacked).
+    SHA-256, because a hit is served without comparing tokens (CVE-2025-25183 of vLLM: a guessable hash).
     """
     return sha256(parent + tokens).digest()
 
 
 def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
-    """Return the digests of the full blocks of `tokens` (as of `chain`) after `parent`."""
+    """Return the digests of the full blocks of `tokens`, as `chain`, after `parent`."""
     digests = []
     for end in range(4 * block_size, len(tokens) + 1, 4 * block_size):
         parent = chain(parent, tokens[end - 4 * block_size : end])
@@ -108,19 +107,18 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 class PoolEditor:
     """The next value of a pool, within one call; copies each array once, when it changes.
 
-    Copying N numbers per request made a step that admits 6 of 1,000 requests take 9 ms.
+    Copying N numbers per request made a step with 6 admissions take 9 ms.
     """
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
-        """`records`: whether to list `changes`."""
         self._pool = pool
         self._references: np.ndarray | None = None
         self._stamps: np.ndarray | None = None
         self._shards: Sequence[bytes] = pool.shards  # a list after a change
         self._records = records
-        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: (is added, digest)
-        self.evicted: list[tuple[bytes, int]] = []  # (digest, block), in order
-        self._free = pool.free  # only cut at its end
+        self.changes: list[tuple[bool, bytes]] = []
+        self.evicted: list[tuple[bytes, int]] = []
+        self._free = pool.free
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
         self._num_entries = pool.num_entries
@@ -152,7 +150,7 @@ class PoolEditor:
         return int(np.count_nonzero(references[np.asarray(blocks, np.int32)] == 0))
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to indexed blocks; cached ones leave the eviction queue."""
+        """Add a reference to indexed blocks; cached ones become used."""
         if not blocks:
             return
         references = self._own_references()
@@ -164,7 +162,7 @@ class PoolEditor:
             self._num_cached -= len(idle)
 
     def take(self, count: int) -> np.ndarray:
-        """Return `count` blocks with one reference each: free ones, then cached ones, least recently released first."""
+        """Return `count` blocks with one reference each: free ones, then the least recently released cached ones."""
         if count > self.num_available:
             raise ValueError(f"took {count} blocks of {self.num_available} available")
         if self._freed and count > len(self._free):
@@ -208,10 +206,10 @@ class PoolEditor:
                 self._freed.append(block)
 
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Remove one reference from each block; only this and `discard` free blocks.
+        """Remove one reference from each block; unused ones become cached if indexed, else free.
 
-        `digests` are those of the leading full blocks. An unused block is cached if the index has it under its digest,
-        else free. The last block is evicted first: prefixes outlive their continuations.
+        `digests` are those of the leading full blocks. The last block is evicted first: prefixes outlive their
+        continuations.
         """
         if not blocks:
             return
@@ -220,7 +218,7 @@ class PoolEditor:
         references[chosen] -= 1
         if references[chosen].min() < 0:
             raise ValueError("a block was released more often than it was named")
-        cached: list[int] = []  # positions
+        cached: list[int] = []
         for position in np.flatnonzero(references[chosen] == 0)[::-1].tolist():
             block = blocks[position]
             if position < len(digests) and self._find(digests[position]) == block:
@@ -250,11 +248,11 @@ class PoolEditor:
             newest=self._newest,
             shards=tuple(self._shards),
         )
-        # Hits of cached prefixes leave stale entries, which must not outnumber the others.
+        # Hits leave stale entries, which must not outnumber the others.
         return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool
 
     def _evict(self, count: int) -> list[int]:
-        """Remove the `count` least recently released cached blocks from queue and index; return them."""
+        """Remove the least recently released cached blocks from queue and index, and return them."""
         stamps = self._pool.stamps if self._stamps is None else self._stamps
         evicted: list[int] = []
         while len(evicted) < count:
@@ -264,7 +262,7 @@ class PoolEditor:
                     raise RuntimeError("num_cached counts blocks that the queue does not hold")
             blocks, digests, their_stamps, rest = self._oldest
             used = 0
-            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()  # assumes at most half are stale
+            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()
             for block, digest, stamp, current in zip(blocks, digests, their_stamps, now, strict=False):
                 if len(evicted) == count:
                     break
@@ -317,12 +315,10 @@ class PoolEditor:
 
 
 def cached_blocks(pool: Pool) -> list[int]:
-    """Return the cached blocks in order of eviction."""
     return [entry.block for entry in cached_entries(pool)]
 
 
 def make_shards(entries: Iterable[tuple[bytes, int]], num_blocks: int) -> tuple[bytes, ...]:
-    """Return the prefix index of (digest, block) pairs."""
     shards = [b""] * min(MOST_SHARDS, -(-num_blocks // SHARD_BLOCKS))
     for digest, block in entries:
         number = _number(digest, len(shards))
@@ -335,7 +331,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with an entry added; a shard's first byte is the length of its digests."""
+    """Return a shard with an entry added; the first byte is the length of its digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
@@ -347,7 +343,6 @@ def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def _place(shard: bytes, digest: bytes) -> int:
-    """Return the offset of a digest in a shard, or -1."""
     at = shard.find(digest, 1)
     while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # a match across two entries
         at = shard.find(digest, at + 1)
@@ -359,7 +354,6 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Make a queue from cached blocks in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):

@@ -1,4 +1,4 @@
-"""The blocks of a waiting request that must be fetched: neither on the device nor in the host's tier."""
+"""The blocks of a waiting request that must be fetched to the host's tier."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxllm.scheduler import windowed
 from jaxllm.scheduler.state import Limits, State, StateEditor, Waiting
 
 ELSEWHERE = 1 << 30  # among found blocks
-MOST_HELD = 0.5  # share of the host's blocks for fetched blocks of requests that do not run yet
+MOST_HELD = 0.5  # share of the host's blocks, for requests that do not run yet
 
 
 def wanted(
@@ -16,7 +16,7 @@ def wanted(
 ) -> list[tuple[int, int]]:
     """Return the blocks, (group, index), that would extend the cached prefix of a waiting request if fetched.
 
-    `is_elsewhere` finds a block by group and digest. Requests in beam groups, which load no blocks, get none.
+    `is_elsewhere` finds a block by group and digest.
     """
     if not entry.digests or not entry.request.reads_cache or entry.request.beam_group:
         return []

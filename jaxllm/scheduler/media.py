@@ -19,7 +19,7 @@ from jaxllm.scheduler.block_pool import chain
 class Segment(NamedTuple):
     """An image in a prompt."""
 
-    start: int  # position of its first placeholder
+    start: int  # of its first placeholder
     length: int  # tokens
     digest: bytes  # of all that its embeddings depend on
 
@@ -39,7 +39,7 @@ class Encode(NamedTuple):
     """An image or source to encode before a step."""
 
     sequence_id: int
-    index: int  # of the request's segments; of a source (sources.py): leading blocks that are cached
+    index: int  # of the request's segments; of a source: number of cached blocks
     units: tuple[int, ...]
 
 
@@ -88,19 +88,20 @@ class EncoderEditor:
     """The next value of the cache, within one call."""
 
     def __init__(self, cache: EncoderCache, kept: Collection[bytes]) -> None:
-        """`kept`: digests of images that must not be evicted."""
+        """`kept`: images that must not be evicted."""
         self._entries = dict(cache.entries)
         self._free = [*cache.free]
         self._kept = set(kept)
-        self._num_encoded = 0  # tokens
+        self._num_encoded = 0
         self.encodes: list[Encode] = []
 
     def reach(
         self, sequence_id: int, segments: Sequence[Segment], start: int, length: int, budget: int, unit: int
     ) -> int:
-        """Return the length of a chunk from `start`, at most `length`, that ends before an image without embeddings.
+        """Encode the images of a chunk from `start`; return its length, at most `length`, before the first that does
+        not fit.
 
-        Encodes images of the chunk. `budget`: most tokens of images that one plan encodes, unless the first has more.
+        `budget`: most tokens of images that one plan encodes, unless the first has more.
         """
         for index, segment in enumerate(segments):
             if segment.start >= start + length:
@@ -125,7 +126,7 @@ class EncoderEditor:
                 return False
             self._num_encoded += segment.length
             self.encodes.append(Encode(sequence_id, index, units))
-        self._entries[segment.digest] = units  # now most recently used
+        self._entries[segment.digest] = units  # most recently used
         self._kept.add(segment.digest)
         return True
 

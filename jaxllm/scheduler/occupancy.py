@@ -47,8 +47,8 @@ def vacate(
 ) -> None:
     """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
-    Blocks that steps in flight may have written are not indexed: their tokens may not be the request's. Indexing waits
-    until here because digests cost 2 us a block (62 blocks a step at 1,000 running requests).
+    Blocks that steps in flight may have written are not indexed: their tokens may differ. Indexing waits until here
+    because digests cost 2 us a block, 62 blocks a step at 1,000 requests.
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
@@ -63,7 +63,7 @@ def vacate(
             swap(0, digests, table)
             if limits.window:
                 swap(windowed.GROUP, digests[int(editor.slots.num_freed[slot]) :], editor.window_tables[slot])
-        # The prompt's last block is indexed even if its last token is computed again.
+        # Indexed even if the prompt's last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
         if limits.window:
@@ -76,7 +76,7 @@ def vacate(
     if editor.beam_groups:
         beam_groups.disband(editor, slots)
     editor.rank_adapters()
-    # A free slot has limit and length 0, so that no column test finds work for it.
+    # With limit and length 0, no column test finds work.
     own = editor.own_slots
     columns = (
         own.epochs,
@@ -96,9 +96,8 @@ def vacate(
 
 
 def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
-    """Index the blocks that a chunk completes; later rows of the same step may hit them.
-
-    A step writes a layer's keys and values before any row attends.
+    """Index the blocks that a chunk completes, which later rows of the step may hit: each layer writes before any row
+    attends.
     """
     record, table = editor.owner(slot), editor.tables[slot]
     digests = record.digests
@@ -114,7 +113,7 @@ def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, l
 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
-    """Extend the digests `first` of leading blocks to all full blocks of a request's first tokens."""
+    """Extend the digests `first` of leading blocks to all full blocks of the first `num_tokens`."""
     if request.root is None:
         return ()
     size = limits.block_size
@@ -126,7 +125,7 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 
 
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
-    """Return the length of a chunk that ends before an image without embeddings; encode the chunk's images."""
+    """Encode a chunk's images; return its length before an image that does not fit."""
     if not request.media:
         return length
     return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

@@ -1,4 +1,4 @@
-"""The scheduler with its state, and a recorder that observes all calls, which `jaxllm replay` repeats."""
+"""The scheduler with its state, and a recorder of all calls for `jaxllm replay`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Recorder(Protocol):
         """Record the ends of copies to the host."""
 
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """Record fetched blocks of a prompt, and the host blocks that they were given."""
+        """Record fetched blocks of a prompt, and the host blocks given to them."""
 
     def passed_over(self, request_ids: Collection[int]) -> None:
-        """Record the waiting requests that are not admitted for now."""
+        """Record the waiting requests to pass over."""
 
     def planned(self, plan: Plan) -> None:
         """Record a plan, which may be empty."""
@@ -58,7 +58,7 @@ class Recorder(Protocol):
 
 
 class RecordedScheduler:
-    """The scheduler's state, with the functions of scheduler.py as methods. Owns the requests' tokens from `add` on."""
+    """The scheduler's state, with the functions of scheduler.py as methods. Owns the requests' tokens."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
         self.limits = limits

@@ -1,7 +1,6 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-Token ids matter only as the content of blocks. state.py has the data. Letters: S slots, R rows of a plan, P tokens per
-block.
+Token ids matter only as the content of blocks. Letters: S slots, R rows of a plan, P tokens per block.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from jaxllm.scheduler.state import (
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, source: Source | None = None) -> None:
     """Raise ContextLengthError if a request of at most `limit` tokens, or a beam group of `width`, exceeds the pool."""
-    needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
         needed = beam_groups.blocks_needed(limits, num_prompt, limit, width)
@@ -57,7 +56,7 @@ def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, sour
 
 
 def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
-    """Queue requests; raise UserError, without queuing any, if one could not run alone in the pool."""
+    """Queue requests; raise UserError, without queuing any, if one could not run alone."""
     editor = StateEditor(state)
     entries: list[Waiting] = []
     beam_groups.check(requests)
@@ -73,7 +72,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
             raise ValueError(f"request {request.name!r:.80} has a source, which no encoder reads")
         is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
         if before and is_sample and before.request.tokens == request.tokens:
-            digests = before.digests  # another sample of the same prompt
+            digests = before.digests  # another sample of the prompt
         else:
             digests = occupancy.digests_of(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
@@ -114,7 +113,7 @@ def receive(
 ) -> tuple[State, tuple[int, ...]]:
     """Take fetched blocks of a waiting request's prompt, (group, index) each, into the host's tier until it runs.
 
-    Returns the host block for the content of each, which the caller writes before the next plan; -1: not wanted.
+    Returns the host block for the content of each, to write before the next plan; -1: not wanted.
     """
     entry = next((each for each in state.waiting if each.request.sequence_id == owner), None)
     digests = () if entry is None or not limits.num_host_blocks else entry.digests
@@ -128,9 +127,9 @@ def receive(
 
 
 def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Admit none of these requests until the next call or reset; other requests may overtake them.
+    """Admit none of these requests, whose blocks are being fetched, until the next call or reset.
 
-    For requests without beams whose blocks are being fetched. The caller bounds the time.
+    Other requests may overtake them; the caller bounds the time.
     """
     editor = StateEditor(state)
     if limits.num_host_blocks:
@@ -139,10 +138,9 @@ def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> Sta
 
 
 def reset(state: State, limits: Limits) -> State:
-    """Clear the cache: running requests return to the queue with their tokens, and the pool is new.
+    """Clear the cache, for a device that lost it: running requests return to the queue with their tokens.
 
-    For a device that lost its cache, for example in a failed step with donated input. Resident adapters are cleared
-    too, since the host may lack idle ones.
+    Resident adapters are cleared too, since the host may lack idle ones.
     """
     editor = StateEditor(state)
     slots = _taken_slots(editor)
@@ -241,12 +239,12 @@ def commit(
 
     With `counts`, int32[R], tokens are int32[R, W], `counts` valid ones per row: those sampled, `sampled`, int32[R]
     (None: one each), then forced ones, which the next plans compute like a prompt's. They are cut at the first stop
-    token and at the request's limit; a request whose limit is its prompt yields none and ends. A row with a count of 0
-    was not sampled in time: a later plan computes its last token again.
+    token and at the request's limit; a request whose limit is its prompt yields none. A row with a count of 0 was not
+    sampled in time: a later plan computes its last token again.
 
-    Results of requests that ended, were preempted or got further tokens since are dropped; the same token is sampled
-    again, because randomness depends only on seed and position. Non-finite logits end the row's request with its beam
-    group. Rows of beam groups yield no tokens: see `fork`.
+    Results of requests that ended, were preempted or got further tokens since are dropped, and sampled again equally:
+    randomness depends only on seed and position. Non-finite logits end the request with its beam group. Rows of beam
+    groups yield no tokens: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -271,7 +269,7 @@ def commit(
         row_slots, sample_numbers, yielded = row_slots[rows], sample_numbers[rows], yielded[rows]
     limit, num_tokens = slots.limit[row_slots], slots.num_tokens[row_slots] + 1
     ended = num_tokens >= limit
-    if counts is None and not (ended.any() and (num_tokens > limit).any()):  # usual: one token each
+    if counts is None and not (ended.any() and (num_tokens > limit).any()):  # usual
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, yielded)
         ended |= stopped
@@ -332,7 +330,7 @@ def is_live(state: State, step: Plan) -> np.ndarray:
     """Return whether each row's result is still wanted, bool[R]."""
     slots = state.slots
     live = step.samples & (step.sample_numbers > slots.num_returned[step.slots])
-    if slots.epochs is not step.epochs:  # slots have new owners since
+    if slots.epochs is not step.epochs:
         live &= slots.epochs[step.slots] == step.epochs[step.slots]
     return live
 
@@ -351,7 +349,7 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row of int32[R, W], `wanted` tokens long, after its first stop token.
 
-    Returns the length of each row, whether it was stopped, and the remaining tokens of all rows.
+    Returns the rows' lengths, whether each was stopped, and the remaining tokens of all.
     """
     stopped = np.zeros(len(row_slots), np.bool_)
     num_new = wanted.astype(np.int32)
@@ -386,7 +384,7 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
     """Allocate blocks for slots with more tokens than capacity, preempting the last in rank as needed.
 
-    Adds the new blocks to `table`; returns the ids of preempted requests.
+    Adds to `table`; returns the ids of preempted requests.
     """
     preempted: list[int] = []
     while True:
@@ -394,7 +392,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         full = (slots.length > slots.capacity) & (slots.length < slots.limit)
         if editor.beam_groups:
             full[beam_groups.held(editor)] = False
-        growing = full.nonzero()[0]  # free slots have a limit of 0
+        growing = full.nonzero()[0]
         lacking = windowed.lacking(editor, limits) if limits.window else []
         if not len(growing) and not lacking:
             return tuple(preempted)
@@ -406,7 +404,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
             if limits.window:
                 windowed.grow(editor, limits, growing, counts, lacking, table)
             return tuple(preempted)
-        # A request with its last token in flight is about to release its blocks.
+        # Requests with their last token in flight release their blocks soon.
         ending = (slots.length >= slots.limit) & (slots.num_computed >= slots.num_prefill)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         victims = beam_groups.members(editor.beam_groups, victim)
@@ -442,8 +440,7 @@ def _verify(
 ) -> tuple[int, np.ndarray]:
     """Add drafts to the rows of a plan; return their number and the rows' new lengths.
 
-    A step has no drafts if it has prompt chunks, since drafts pay least with many requests, or a row that must not
-    draft, for example one that waits for its grammar's masks.
+    No drafts if a row must not draft, or with prompt chunks: drafts pay least with many requests.
     """
     if not may_draft:
         if editor.slots.has_drafts[row_slots].any():
@@ -461,10 +458,7 @@ def _verify(
 def _continue_prompts(
     editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int, table: list[np.ndarray]
 ) -> list[tuple[int, int, int]]:
-    """Continue running prompts by rank; return rows of (slot, start, length).
-
-    Adds blocks of windowed layers to `table`.
-    """
+    """Continue running prompts by rank; return rows of (slot, start, length)."""
     spare = int(np.count_nonzero(editor.slots.epochs)) if limits.window else 0
     rows: list[tuple[int, int, int]] = []
     for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
@@ -497,7 +491,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths of one token, and flags that all rows sample; read-only, shared between plans."""
+    """Return lengths of one token, and flags that all rows sample; read-only."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

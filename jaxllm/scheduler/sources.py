@@ -1,8 +1,7 @@
 """Inputs of an encoder: blocks of the pool for the keys and values that the decoder's cross-attention reads.
 
-A running request has the blocks of its whole source, under their digests: requests of the same source share them, and
-unused ones stay cached. A plan encodes sources before its step and after its moves, so their blocks may be hit from
-then on.
+Requests of the same source share its blocks; unused ones stay cached. A plan encodes sources before its step and after
+its moves, so their blocks may be hit from then on.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from jaxllm.scheduler.state import Limits, Request, Source, StateEditor
 class Arriving(NamedTuple):
     """A source being admitted."""
 
-    hits: list[int]  # leading cached blocks
-    num_new: int  # blocks to take
+    hits: list[int]
+    num_new: int
 
 
 NOTHING = Arriving([], 0)

@@ -9,7 +9,7 @@ from jaxllm.scheduler.state import Plan
 
 
 class Drafts(Feature):
-    """Sends the tokens that drafting reads, and counts accepted drafts. Stateless."""
+    """Sends the tokens that drafting reads, and counts accepted drafts."""
 
     name = "drafts"
 

@@ -1,4 +1,4 @@
-"""`Feature`: hooks that the engine calls for options beyond plain sampling; table.py selects the features."""
+"""`Feature`: hooks of the engine for options beyond plain sampling; table.py selects the features."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Core:
     """The parts of an engine that features use."""
 
     config: EngineConfig
-    language: Language  # of requests without an adapter
+    language: Language
     runner: Runner
     scheduler: RecordedScheduler
     outputs: OutputProcessor
@@ -40,18 +40,18 @@ class Core:
 
 
 class Masks(NamedTuple):
-    """The tokens that rows of a held step may sample. Letters: R rows of the plan, W words of 32 tokens."""
+    """The tokens that rows of a held step may sample. Letters: R rows, W words of 32 tokens."""
 
     words: np.ndarray  # int32[R, W]: a bit for each token
-    is_masked: np.ndarray  # bool[R]: rows with a mask
-    stuck: list[tuple[Output, str]]  # cannot continue, with a reason; zeros in `words`
+    is_masked: np.ndarray
+    stuck: list[tuple[Output, str]]  # with a reason; zeros in `words`
 
 
 @dataclass(slots=True)
 class Yielded:
     """The tokens of a step, for `RecordedScheduler.commit`."""
 
-    tokens: np.ndarray  # int32[R], or int32[R, W] with `counts`
+    tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     counts: np.ndarray | None = None  # int32[R]; None: one each
 
 
@@ -61,9 +61,9 @@ class Feature:
     `thread_of`, `claim`, `accept` and `needs` may run in any thread; the others run on the engine's.
     """
 
-    name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
+    name: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()  # of requests
-    takes: ClassVar[tuple[type, ...]] = ()  # parameter types besides SamplingParams
+    takes: ClassVar[tuple[type, ...]] = ()
     sends: ClassVar[tuple[type, ...]] = ()  # plain data types of requests and `ModelInfo`, for `fleet.wire`
 
     def __init__(self, core: Core) -> None:
@@ -73,10 +73,10 @@ class Feature:
         """Return `language` for `EngineClient.off_loop`; None: validate such requests on the calling thread."""
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the language, parameters or token ids of a request before its prompt is tokenized."""
+        """Set the language, parameters or token ids of a request before it is tokenized."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Validate and prepare a tokenized request, for example compile its grammar; may raise UserError."""
+        """Validate and prepare a tokenized request; may raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Create a request's state."""
@@ -88,7 +88,7 @@ class Feature:
         """Return what a request waits for before it is queued, the same in each call."""
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Handle a queued request, whose `needs` have ended or were cancelled. Errors do not affect it."""
+        """Handle a queued request, whose `needs` have ended or were cancelled; errors do not affect it."""
 
     def place(self, slot: int, sequence: Output) -> None:
         """Handle a sequence's slot."""

@@ -1,7 +1,7 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-Masks are made after all earlier steps are committed. A row whose mask misses the time limit is late: it yields no token
-and is recomputed. Letters: R rows of a plan, W words of a mask, V vocabulary.
+A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows of a plan, W words
+of a mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from jaxllm.structured_output.slow_masks import SlowMasks
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
-LEAST_FORCED = 2  # fewest that are worth discarding the row in flight
-# Forced tokens per row that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, a step of one token
-# per row 36 ms. Fewer are sampled with masks that allow nothing else.
+LEAST_FORCED = 2  # fewer are not worth discarding the row in flight
+# Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, a step of one token per row 36
+# ms. Fewer are sampled with masks.
 FORCED_PER_ROW = 0.5
-# Time limit for the tokens that grammars consume in a step (1 to 20 us each, 5 ms before masks count as slow); other
-# threads consume the rest.
+# Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads consume the
+# rest.
 CONSUME_SECONDS = 0.02
 # Time limit for a step's masks. An expensive grammar may exceed it once (0.1 to 0.2 s); later, other threads make its
 # masks. With 126 such outputs on two cores, a stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
@@ -53,9 +53,9 @@ class GrammarRows(Feature):
         super().__init__(core)
         self._batch = core.batch
         self._num_words = -(-core.language.model.vocab_size // 32)
-        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)
         self._slow = SlowMasks()
-        self._late: tuple[int, list[int]] = (0, [])  # (plan number, late rows)
+        self._late: tuple[int, list[int]] = (0, [])
 
     def accept(self, accepted: Accepted) -> None:
         asked = accepted.params.structured_outputs
@@ -81,13 +81,12 @@ class GrammarRows(Feature):
         self._is_constrained[slot] = self.name in sequence.group.states
 
     def inputs(self, step: StepInput) -> None:
-        """Hold a step that samples a constrained row."""
         step.is_held |= bool((self._is_constrained[step.plan.slots] & step.plan.samples).any())
 
     def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
         """Let grammars consume the sampled tokens.
 
-        Rows also yield the tokens that their grammars force next, if all rows together have enough of them.
+        Rows also yield the tokens that their grammars force next, if all rows together have enough.
         """
         constrained = self._is_constrained[plan.slots]
         if not constrained.any():
@@ -100,7 +99,7 @@ class GrammarRows(Feature):
         others = {row: sequence for row, sequence in owners.items() if row not in given}
         found, dropped = self._advance_all(others, result.tokens)
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
-        # Rows with bans always take forced tokens: sampling could ban them.
+        # Bans could forbid sampling forced tokens.
         several = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
@@ -123,14 +122,14 @@ class GrammarRows(Feature):
         return ()
 
     def masks(self, plan: Plan) -> Masks:
-        """Return the masks of a plan. A row without one is unconstrained, or late and yields nothing."""
+        """Return the masks of a plan. A row without one is unconstrained or late."""
         num_rows = len(plan.slots)
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
         is_live = scheduler.is_live(self.core.scheduler.state, plan)
         live = self._is_constrained[plan.slots] & is_live
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         late = self._fill(owners, words)
-        if late and len(late) == np.count_nonzero(is_live):  # the step would yield nothing
+        if late and len(late) == np.count_nonzero(is_live):
             self._slow.wait(MASK_SECONDS)
             late = self._fill(owners, words)
         self._late = plan.number, late
@@ -176,7 +175,7 @@ class GrammarRows(Feature):
         return sequence.group.states[self.name][sequence.index]
 
     def _sampled_again(self, owners: Mapping[int, Sequence], tokens: np.ndarray) -> dict[int, list[int]]:
-        """Return the forced tokens that follow, by row with a token that a thread has consumed already."""
+        """Return the forced tokens that follow, by row with a token that a thread consumed."""
         found = {}
         for row, sequence in owners.items():
             constraint = self._constraint(sequence)
@@ -223,7 +222,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, sequence: Sequence, forced: list[int]) -> bool:
-        """Advance a grammar by the tokens that it forced; return False if it failed."""
+        """Advance a grammar by forced tokens; return False if it failed."""
         constraint = self._constraint(sequence)
         with _failing(sequence, constraint):
             for token in forced:
@@ -233,11 +232,11 @@ class GrammarRows(Feature):
 
 
 def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int]:
-    """Advance a constraint by a token in this thread; return the tokens that must follow, if enough are certain."""
+    """Advance a constraint by a token; return the tokens that must follow, if enough are certain."""
     with _failing(sequence, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
-        # Forced tokens have no log-probabilities. The one after them is sampled freely.
+        # Forced tokens have no log-probabilities. The next one is sampled freely.
         if token not in sequence.stop_ids and sequence.logprobs is None and not was_expected:
             forced = constraint.forced()
             end = next((at for at, each in enumerate(forced) if each in sequence.stop_ids), len(forced))
@@ -248,7 +247,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
 
 @contextmanager
 def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
-    """End the grammar, not the step, on an exception in the block: a retry would feed other grammars twice."""
+    """End the grammar, not the step, on an exception: a retry would feed other grammars twice."""
     try:
         yield
     except Exception:

@@ -1,7 +1,7 @@
 """Images in prompts: preprocessed when a request is checked, encoded before the steps that read them.
 
-scheduler/media.py decides when an image is encoded and where its embeddings are on the device. With rotary positions of
-three dimensions, those of a slot's tokens after its images differ from their places by `_shifts`.
+scheduler/media.py places their embeddings. With rotary positions of three dimensions, those of tokens after images
+differ from places by `_shifts`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RequestImages(NamedTuple):
     """A request's images, its state."""
 
     segments: tuple[Segment, ...]
-    prepared: tuple[Prepared, ...]  # kept for a preempted request
-    grids: tuple[Grid, ...]  # of images with two-dimensional positions
+    prepared: tuple[Prepared, ...]  # kept in case of preemption
+    grids: tuple[Grid, ...]  # with positions in two dimensions
 
 
 class NoImages(Feature):
@@ -62,12 +62,12 @@ class Images(Feature):
         assert encoder is not None
         self._encoder = encoder
         self._most = core.config.most_images
-        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)
         self._has_grids = np.zeros_like(self._has_images)
-        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
+        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)
 
     def claim(self, accepted: Accepted) -> None:
-        """Preprocess the images of a request and repeat their placeholders; this may take tens of milliseconds."""
+        """Preprocess the images of a request and repeat their placeholders, for up to tens of milliseconds."""
         given = accepted.given
         if not isinstance(given, Mapping) or KEY not in given:
             return
@@ -131,7 +131,7 @@ class Images(Feature):
         self._has_grids[slot], self._shifts[slot] = bool(grids), shift_of(grids)
 
     def inputs(self, step: StepInput) -> None:
-        """Send the images that the plan encodes, the row of each placeholder that its chunks read, and positions."""
+        """Send the plan's images to encode, the rows of placeholders in chunks, and positions."""
         plan = step.plan
         encodes: list[tuple[Prepared, np.ndarray]] = []
         for each in plan.encodes:
@@ -176,7 +176,7 @@ class Images(Feature):
     def _place(
         self, places: np.ndarray, start: int, images: RequestImages, units: Mapping[bytes, tuple[int, ...]]
     ) -> None:
-        """Write the rows of the placeholders of a chunk from position `start`."""
+        """Write the rows of placeholders in a chunk from `start`."""
         for segment in images.segments:
             low, high = max(segment.start, start), min(segment.end, start + len(places))
             if low < high:

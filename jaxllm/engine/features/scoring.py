@@ -21,9 +21,9 @@ from jaxllm.scheduler.state import Events, Plan
 
 @dataclass(slots=True)
 class PromptScores:
-    """The log-probabilities of a prompt, computed by its first sequence."""
+    """The log-probabilities of a prompt, of its first sequence."""
 
-    count: int  # likeliest tokens to report per position; -1: all
+    count: int  # likeliest tokens per position; -1: all
     by_position: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     were_shown: bool = False
 
@@ -39,16 +39,16 @@ class PromptScores:
 
 
 class Scoring(Feature):
-    """Lists the positions to score in a step, and collects scores. A request's state is `PromptScores`."""
+    """Lists the positions to score in a step, and collects scores."""
 
     name = "scoring"
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._num_logprobs = core.runner.num_logprobs  # per step
+        self._num_logprobs = core.runner.num_logprobs
         num_slots = core.runner.limits.num_slots
-        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot
-        self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
+        self._is_scored = np.zeros(num_slots, np.bool_)
+        self._scores_prompt = np.zeros(num_slots, np.bool_)
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         count = accepted.params.prompt_logprobs
@@ -84,7 +84,7 @@ class Scoring(Feature):
                 continue
             try:
                 self._scores(sequence.group).add(sequence.group, score)
-            except Exception:  # fails one request only
+            except Exception:
                 outputs.fail(sequence.group)
                 ended.append(sequence.group)
         slots = plan.slots[events.rows]

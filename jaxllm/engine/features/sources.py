@@ -1,4 +1,4 @@
-"""Encoder prompts, encoded into blocks before the step that first reads them; see scheduler/sources.py."""
+"""Encoder prompts, encoded into blocks before the step that first reads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RequestSource(NamedTuple):
     """A request's encoder prompt, its state."""
 
     prompt: str | None
-    content: np.ndarray  # see `BothPrompts`; kept for a preempted request
+    content: np.ndarray  # kept in case of preemption
     source: Source
 
 
@@ -42,7 +42,7 @@ class Sources(Feature):
         self._prompts = prompts
 
     def claim(self, accepted: Accepted) -> None:
-        """Read both prompts, and leave the decoder's."""
+        """Read both prompts; keep the decoder's."""
         if accepted.params.truncate_prompt_tokens is not None:
             raise combinations.refusal("truncate_prompt_tokens", combinations.SEQ2SEQ)
         given = accepted.given
@@ -53,7 +53,7 @@ class Sources(Feature):
         accepted.states[self.name] = RequestSource(both.encoder, both.content, Source(digest, both.num_tokens))
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse a request that could not run alone with its source's blocks."""
+        """Refuse a request that cannot run alone with its source's blocks."""
         own: RequestSource = accepted.states[self.name]
         digest = content_root(salt=accepted.salt, content=own.source.digest)
         own = accepted.states[self.name] = own._replace(source=own.source._replace(digest=digest))

@@ -1,6 +1,6 @@
 """An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
 
-Scheduler, devices and prefix cache identify an adapter's content by digest and number.
+Digest and number identify an adapter's content elsewhere.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 class Adapter:
     """An adapter in the host's memory."""
 
-    number: int  # above 0, per content, never reused
+    number: int  # per content, above 0, never reused
     request: LoRARequest
-    digest: bytes  # of its content
+    digest: bytes
     weights: lora.Adapter[np.ndarray]
-    language: Language  # the model's, or with the folder's tokenizer or chat template
+    language: Language  # the model's, or the folder's
 
 
 class Known(NamedTuple):
@@ -53,7 +53,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-NAMES_KEPT = 4096  # of forgotten adapters: reports of cached blocks name them
+NAMES_KEPT = 4096  # of forgotten adapters, in reports of cached blocks
 
 
 class Adapters:
@@ -65,7 +65,6 @@ class Adapters:
         language: Language,
         read: Callable[[Path], LoraFiles],
     ) -> None:
-        """`language`: for adapters without one; `read`: reads a folder's weights."""
         self._config = config
         self.language = language
         self._read = read
@@ -74,12 +73,12 @@ class Adapters:
         self._reading = threading.Lock()
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
-        self._known: dict[LoRARequest, Known] = {}  # as last read
-        self._names: dict[int, str] = {}  # by number
+        self._known: dict[LoRARequest, Known] = {}
+        self._names: dict[int, str] = {}
         self._num_read = 0
-        self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; a removal drops them
-        self._confinement = Confinement()  # runs folders' tokenizers and templates
-        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest of their files
+        self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; removal drops them
+        self._confinement = Confinement()  # for folders' tokenizers and templates
+        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest
 
     def find(self, request: LoRARequest) -> Adapter | None:
         with self._lock:
@@ -135,7 +134,7 @@ class Adapters:
         self._confinement.close()
 
     def _end(self, request: LoRARequest, reader: object) -> bool:
-        """End a reader; return False if its adapter was removed during the read. Requires the lock."""
+        """End a reader, with the lock held; return False if its adapter was removed."""
         readers = self._readers.get(request.lora_int_id, set())
         is_wanted = reader in readers
         readers.discard(reader)
@@ -144,7 +143,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter from its folder and keep it, unless it is removed during the read."""
+        """Read an adapter from its folder and keep it, unless removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -242,7 +241,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return an adapter's end tokens: its tokenizer's, and those of the model that are the same in it."""
+    """Return an adapter's end tokens: its tokenizer's, and the model's if the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     end_token = tokenizer.eos_token_id
     return frozenset(same if end_token is None else {end_token, *same})

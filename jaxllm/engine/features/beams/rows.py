@@ -1,7 +1,7 @@
 """The beam search feature: runs the beams of each search as a group of sequences.
 
 Once a step has reported the likeliest next tokens of all beams, `rules.choose` selects the next beams and the scheduler
-forks. An exception in one search ends only its request.
+forks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxllm.scheduler.state import Events, Fork, Plan
 class BeamOutput(Sequence):
     """An output of a beam search; until the end, the tokens of one beam."""
 
-    score: float | None = None  # ranks outputs
+    score: float | None = None
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
         """Become the output of an ended beam; with `shows_stop` the text includes the stop token."""
@@ -61,12 +61,10 @@ class BeamSearches(Feature):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the sampling parameters of a search's beams, whose sampled tokens are unused; refuse one that is too
-        wide.
-        """
+        """Set the parameters of a search's beams, whose sampled tokens are unused; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return
@@ -147,7 +145,7 @@ class BeamSearches(Feature):
             group = self.core.outputs.sequences[leader].group
             try:
                 self._go_on(group)
-            except Exception:  # fails one request only
+            except Exception:
                 self.core.outputs.fail(group)
             if group.is_finished:
                 ended.append(group)

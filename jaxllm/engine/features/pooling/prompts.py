@@ -1,4 +1,4 @@
-"""Checks of prompts to pool, and their conversion to engine requests. Thread-safe."""
+"""Checks of prompts to pool, and their conversion. Thread-safe."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
 def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
     """Check a prompt and its parameters; raise UserError if invalid.
 
-    `truncate_prompt_tokens` keeps the first tokens and the tokenizer's special ones.
+    `truncate_prompt_tokens` keeps the first and special tokens.
     """
     _check_params(params, model)
     text, ids, salt = parts_of(prompt, also="token_type_ids")

@@ -1,7 +1,7 @@
 """The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
 
-A consumer's request waits outside the scheduler until its blocks have arrived or a deadline has passed. They are then
-an event of the scheduler (`receive`), and are hit like other blocks of the host's tier. Missing ones are computed.
+A consumer's request waits outside the scheduler for its blocks or a deadline. They are then an event of the scheduler
+(`receive`), and missing ones are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Transfer:
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
     pull: Future[Mapping[Block, Row]] | None = None
-    num_asked: int = 0  # blocks of the pull
+    num_asked: int = 0
 
 
 class NoTransfer(Feature):
@@ -106,13 +106,13 @@ class KvTransfer(Feature):
         return state.pull
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Give the blocks that arrived to the host's tier, before the request leaves the scheduler's queue."""
+        """Give the blocks that arrived to the host's tier, while the request is queued."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.pull is None:
             return
         try:
             received = state.pull.result(0)
-        except (CancelledError, TimeoutError):  # aborted, or not awaited
+        except (CancelledError, TimeoutError):
             state.pull.cancel()
             return
         metrics = self.core.metrics
@@ -137,7 +137,7 @@ class KvTransfer(Feature):
             return
         try:
             lease = self._keep(state)
-        except Exception:  # then the other engine computes the prompt
+        except Exception:  # the other engine computes the prompt
             _log.exception("the KV blocks of request %s could not be kept", group.request_id)
             return
         if lease is not None:
@@ -157,7 +157,7 @@ class KvTransfer(Feature):
                 each.close()
 
     def _keep(self, state: Transfer) -> str | None:
-        """Copy the cached blocks of a prompt; return the lease. No step was planned since the request released them."""
+        """Copy the cached blocks of a prompt, before any step is planned; return the lease."""
         assert self.producer is not None
         rows: dict[Block, Row] = {}
         scheduled = self.core.scheduler.state
@@ -173,11 +173,10 @@ class KvTransfer(Feature):
         return self.producer.keep(rows) if rows else None
 
     def _missing(self, accepted: Accepted, state: Transfer) -> list[Block]:
-        """Return the blocks that a request can use and this engine lacks. Runs in any thread."""
+        """Return the blocks that a request can use and this engine lacks, in any thread."""
         params = accepted.params
         if params.skip_reading_prefix_cache or (params.prompt_logprobs is not None and accepted.num_sequences == 1):
             return []
-        # The last token is computed.
         digests = state.digests[: (len(accepted.prompt_token_ids) - 1) // self.core.config.block_size]
         scheduled = self.core.scheduler.state
         assert scheduled.host is not None
@@ -194,7 +193,7 @@ class KvTransfer(Feature):
         return missing
 
     def _first(self, group: int, count: int) -> int:
-        """Return the index of the first block of a group that a token after `count` blocks attends to."""
+        """Return the index of a group's first block that a token after `count` blocks attends to."""
         window, size = self.core.runner.limits.window, self.core.config.block_size
         return max(0, count - -(-(window - 1) // size)) if group == windowed.GROUP and window else 0
 

@@ -1,4 +1,4 @@
-"""The blocks that a producer keeps for pulls: a bounded buffer of leases. Thread-safe.
+"""The blocks that a producer keeps for pulls: a bounded buffer. Thread-safe.
 
 A lease ends when released, or a time after its last pull or heartbeat.
 """
@@ -76,7 +76,6 @@ class Leases:
             return self._end(name)
 
     def sweep(self) -> None:
-        """End the leases that are over."""
         with self._lock:
             now = self._clock()
             for name in [lease.name for lease in self._leases.values() if lease.ends <= now]:

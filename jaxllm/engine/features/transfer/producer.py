@@ -31,8 +31,8 @@ from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
-PULLS = 16  # concurrent; further ones wait
-SHORT_CALLS = 2  # concurrent heartbeats and releases, separate from pulls
+PULLS = 16  # further ones wait
+SHORT_CALLS = 2  # heartbeats and releases
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
@@ -44,7 +44,7 @@ _OPTIONS = (
 
 
 class Producer:
-    """A buffer of blocks, the thread that copies them into it, and the service that sends them."""
+    """A buffer of blocks, the thread that fills it, and the service that sends them."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Producer:
             lease, rows = asked
             try:
                 packed = {block: self._layouts[block.group].pack(row) for block, row in rows.items()}
-            except Exception:  # then the consumer computes the prompt
+            except Exception:  # the consumer computes the prompt
                 _log.exception("the KV blocks of a prompt could not be copied")
                 packed = {}
             del asked, rows
@@ -139,7 +139,7 @@ class Producer:
             block = Block(group, bytes.fromhex(digest))
             content = lease.blocks.get(block)
             if content is not None and context.is_active():
-                self.leases.find(lease.name)  # each block renews it
+                self.leases.find(lease.name)
                 yield frames.pack(self._fingerprint, block, content, self._sizes[group][0])
 
     def _renew(self, packed: bytes, context: grpc.ServicerContext) -> bytes:

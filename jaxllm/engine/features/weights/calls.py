@@ -18,7 +18,7 @@ from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.residence import KV_CACHE, WEIGHTS
 from jaxllm.runner.weight_update import WeightUpdate
 
-Weights = str | PathLike[str] | Mapping[str, Any]  # a folder of safetensors, or arrays by tensor name
+Weights = str | PathLike[str] | Mapping[str, Any]  # a folder of safetensors, or arrays by name
 BACKENDS = ("safetensors", "arrays")
 MODES = ("abort", "wait", "keep")
 
@@ -26,8 +26,8 @@ MODES = ("abort", "wait", "keep")
 class WeightCalls(ABC):
     """Pause, sleep and weight updates of an engine; while held, it queues requests and computes none.
 
-    An update does not end requests: their tokens are kept, and computed again with the new weights before the next one
-    is sampled, so that no cache has values of two versions.
+    An update keeps the tokens of requests, and computes them again with the new weights before the next is sampled, so
+    that no cache has values of two versions.
     """
 
     features: Features
@@ -105,8 +105,7 @@ class WeightCalls(ABC):
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         """Bring the `tags` back, by default all; resume if all are awake, and return whether steps may run.
 
-        Weights that level 2 dropped are read again from their folder; if they were given as arrays, the engine stays
-        held until `update_weights`.
+        Weights that level 2 dropped are read again from their folder; arrays must come by `update_weights`.
         """
         own, chosen = self.weights, check_tags(tags)
         own.check_switched_on()
@@ -144,7 +143,7 @@ class WeightCalls(ABC):
     def check_piece(self, shapes: Mapping[str, Any]) -> None:
         """Raise UserError if no update in pieces is open, or `update_weights` would refuse arrays of these shapes.
 
-        `shapes`: objects with `shape` and `dtype` by name, for example `jax.ShapeDtypeStruct`.
+        `shapes`: objects with `shape` and `dtype`, by name.
         """
         self.weights.check_switched_on()
         self._open_update().check(shapes)
@@ -182,8 +181,7 @@ class WeightCalls(ABC):
     def finish_weight_update(self, weight_version: str | None = None) -> str:
         """End an update in pieces and return its version, by default the number of updates.
 
-        Raises UserError if tensors are missing: then the update is over if no weight was replaced; otherwise the engine
-        stays held until all are given.
+        Raises UserError if tensors are missing; if some were replaced, the engine then stays held.
         """
         own = self.weights
         own.check_switched_on()

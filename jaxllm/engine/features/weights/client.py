@@ -1,4 +1,4 @@
-"""Calls of servers that sleep, wake and update weights: a protocol, implemented by one engine and by a fleet."""
+"""Calls of servers that sleep, wake and update weights: a protocol, for one engine and a fleet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.engine.life_cycle import PauseMode
 
 
 class WeightClient(Protocol):
-    """The calls of `EngineClient` that sleep, wake and update weights; see `WeightCalls`."""
+    """See `WeightCalls`."""
 
     async def sleep(self, level: int = 1, tags: Iterable[str] | None = None, *, mode: PauseMode = "abort") -> None: ...
 
@@ -35,9 +35,9 @@ class WeightClient(Protocol):
 
 
 class AsyncWeightCalls(ABC):
-    """`WeightClient` for one engine. A sleeping engine refuses requests; during an update they wait."""
+    """`WeightClient` for one engine, which refuses requests asleep; during an update they wait."""
 
-    _sleeps = False  # requests are refused until `wake_up`
+    _sleeps = False  # until `wake_up`
 
     @abstractmethod
     async def _call(self, function: Callable[[Any], Any]) -> Any:
