@@ -1,7 +1,7 @@
 """The replica process: runs one engine and serves a front end over one connection, with which it ends.
 
 A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; `jaxllm serve --headless` is the same
-on another machine. All outputs of a step are in one frame.
+on another machine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxllm.version import __version__
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # between heartbeats
 NO_BOUND = 1 << 40  # the front end bounds the queue
-SECOND_SIGNAL = 130  # as a shell's after ^C
-_LOCAL = ("tokenizer",)  # fields of `ModelInfo` that each process reads from disk
+SECOND_SIGNAL = 130  # as in shells
+_LOCAL = ("tokenizer",)  # of `ModelInfo`, read from disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Settings:
     """A node's settings."""
 
     engine: Mapping[str, Any]
-    address: str  # of the front end: HOST:PORT, or the path of a Unix socket
+    address: str  # of the front end: HOST:PORT, or a Unix socket's path
     number: int | None = None  # of a local replica
     key: str = ""
     ca: str | None = None
-    observes: bool = False  # forward events to observers
+    observes: bool = False  # for observers
     cores: tuple[int, ...] = ()
     hang_timeout: float = 8.0
     log_level: int = logging.WARNING
@@ -164,7 +164,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # state "serving", for routing at once
+        self._say(*self._condition())  # for routing at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -180,7 +180,7 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except Exception as error:  # fails this request only
+        except Exception as error:
             self._say("error", name, _own(error))
         finally:
             self._requests.pop(name, None)
@@ -235,7 +235,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, settings.cores)  # before libraries count the cores
+        os.sched_setaffinity(0, settings.cores)  # libraries count them
     asyncio.run(run(settings))
     return 0
 

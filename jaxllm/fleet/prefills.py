@@ -1,4 +1,4 @@
-"""Disaggregated prompts of a fleet: some replicas compute them, others continue. Used on the event loop."""
+"""Some replicas compute prompts, others continue them. Used on the event loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Prefills:
-    """The prompts being computed by the first replicas; `decoders` are the numbers of the others."""
+    """The prompts being computed by the first replicas; the others are `decoders`."""
 
     def __init__(self, config: EngineConfig, router: Router) -> None:
         self._prefillers = range(config.prefill_replicas)
         self.decoders = range(config.prefill_replicas, config.data_parallel_size)
         self._router = router
-        self._key = secrets.token_hex()  # keeps other processes of the machine from pulling blocks
+        self._key = secrets.token_hex()  # for no other process of the machine
         self._running: dict[str, asyncio.Future[Mapping[str, Any] | None]] = {}
 
     def settings_of(self, number: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Prefills:
     def begin(self, request: RoutedRequest) -> asyncio.Future[RoutedRequest | None] | None:
         """Compute a prompt; the result is the request for a decoder, None if the decoder must compute the prompt.
 
-        Returns None if not worthwhile: a decoder has all blocks, or cannot use them.
+        Returns None if a decoder has all blocks, or cannot use them.
         """
         given, count = request.sent, len(request.digests)
         if not isinstance(given, SamplingParams | None) or not count:
@@ -75,7 +75,7 @@ class Prefills:
         try:
             self._router.add(computed)
             found = await running
-        except UnavailableError:  # no replica for prompts
+        except UnavailableError:
             return None
         finally:
             del self._running[name]

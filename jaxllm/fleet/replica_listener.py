@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxllm.errors import UserError
 
 _log = logging.getLogger(__name__)
-HELLO_SECONDS = 10.0  # for a TLS handshake, and again for the greeting
+HELLO_SECONDS = 10.0  # for TLS, and again for the greeting
 MOST_STRANGERS = 16
 MOST_GREETING = 1024  # bytes
 _FAREWELL_SECONDS = 1.0
@@ -41,7 +41,7 @@ class Greeting(NamedTuple):
     """The first message of a connection."""
 
     version: str
-    number: str  # of a local replica; else empty
+    number: str  # a local replica's, else empty
     key: bytes
 
     def pack(self) -> bytes:

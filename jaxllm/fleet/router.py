@@ -1,4 +1,4 @@
-"""Routes requests to replicas, in place of an engine's inbox. Used on the event loop."""
+"""Routes requests to replicas, in place of an engine's inbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.outputs import FinishReason
 
 NONE_TAKES_WORK = "No replica is available; retry later."
-MOST_RUNS = 2  # bounds the replicas that a faulty request can crash
+MOST_RUNS = 2  # replicas that a faulty request can crash
 
 
 class Router:
@@ -25,9 +25,9 @@ class Router:
         self._of: dict[str, Replica] = {}
 
     def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
-        """Send a request to the best replica; raise UnavailableError if no replica is available.
+        """Send a request to the best replica; raise UnavailableError if none is available.
 
-        `num_runs` counts the replicas tried, this one included.
+        `num_runs` counts the replicas tried, with this one.
         """
         allowed = self.replicas if request.replicas is None else [self.replicas[each] for each in request.replicas]
         loads = {each.number: each.num_tokens for each in allowed if each.takes_work}

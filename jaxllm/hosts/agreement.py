@@ -1,4 +1,4 @@
-"""The agreement of a group's processes before they load a model: fingerprints, devices and memory."""
+"""The agreement of processes before they load a model: fingerprints, devices and memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN = {  # may differ between hosts
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "num_kv_blocks", "max_model_len"),  # the least is agreed
     *("logits_processors", "kernels", "enable_kv_cache_events"),  # `describe_programs` compares the first two
 }
-MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process; ours are noticed earlier
+MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Offer:
 
 
 def check(config: EngineConfig) -> None:
-    """Raise UserError for settings that a group of hosts does not support."""
+    """Raise UserError for unsupported settings."""
     asked = {
         "enable_lora": config.enable_lora,
         "kv_offloading_size": config.kv_offloading_size > 0,
@@ -62,7 +62,7 @@ def check(config: EngineConfig) -> None:
 def start_devices(config: EngineConfig, settings: HostSettings) -> None:
     """Join JAX's processes, before anything uses a device; raise UserError if that fails.
 
-    No process waits for another one from here until they have agreed, so any may refuse.
+    From here until they have agreed no process waits for another, so any may refuse.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
@@ -125,7 +125,7 @@ def precompiled(config: EngineConfig) -> Precompile:
 
 
 def least(offers: Sequence[Offer]) -> tuple[int, int]:
-    """Return the blocks and the length that all hold; raise UserError if the offers, by rank, differ otherwise."""
+    """Return the blocks and the length that all hold; raise UserError if the offers differ otherwise."""
     first = offers[0]
     for rank, other in enumerate(offers):
         names = sorted(first.shared.keys() | other.shared.keys())
@@ -150,7 +150,7 @@ def keys_of(runner: Runner) -> list[Any]:
 
 
 def meet(layout: Layout) -> None:
-    """Sum a number of each device over all: the first collective, which connects the processes."""
+    """Sum over all devices: the first collective, which connects the processes."""
     sharding = layout.sharding("heads")
     ones = jax.make_array_from_callback((layout.shards("heads"),), sharding, lambda index: jnp.ones(1, jnp.int32))
     total = jax.jit(jnp.sum, out_shardings=layout.sharding())(ones)

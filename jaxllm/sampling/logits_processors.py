@@ -1,4 +1,4 @@
-"""Custom logits processors (see `sampler.processed`), registered at engine start, which requests select by name."""
+"""Custom logits processors, registered at engine start and selected by name; see `sampler.processed`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def processor_name(given: Processor | str) -> str:
 def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[str, Processor]:
     """Return processors by name; a string is imported as "package.module:function".
 
-    Raises UserError for too many, equal names, or one that does not return logits of the same shape.
+    Raises UserError for too many, equal names, or one that changes the logits' shape.
     """
     found: dict[str, Processor] = {}
     if len(given) > MAX_PROCESSORS:

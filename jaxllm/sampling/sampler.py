@@ -43,16 +43,16 @@ ROW_WIDTH = _STOP_IDS_AT + MAX_MASKED_STOP_IDS
 
 Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-_LARGEST_LOGIT = 1e30  # finite even after division by the smallest temperature
+_LARGEST_LOGIT = 1e30  # finite after division by the smallest temperature
 
 
 class Variant(StrEnum):
-    """Sampling programs. Each also supports the parameters of those before it, with the same tokens."""
+    """Sampling programs; each supports the parameters of those before it too, with the same tokens."""
 
     GREEDY = "greedy"  # argmax
     RANDOM = "random"  # adds temperature
-    FILTERED = "filtered"  # adds top_k, top_p, min_p, min_tokens and log-probabilities
-    FULL = "full"  # adds penalties and all `Extras`
+    FILTERED = "filtered"  # adds filters, min_tokens and log-probabilities
+    FULL = "full"  # adds penalties and `Extras`
 
 
 @struct.dataclass
@@ -68,9 +68,9 @@ class SamplingRows:
     frequency_penalty: jax.Array  # f32[R]
     key: jax.Array  # u32[R, 2], threefry2x32
     prompt_length: jax.Array  # i32[R], tokens
-    min_length: jax.Array  # i32[R], total tokens before which stop_ids are masked
-    # Valid extras of the slot; the rest is stale.
-    num_biased: jax.Array  # i32[R], logit_bias entries
+    min_length: jax.Array  # i32[R], below which stop_ids are masked
+    # Valid extras; the rest is stale.
+    num_biased: jax.Array  # i32[R]
     num_bad_word_tokens: jax.Array  # i32[R]
     is_restricted: jax.Array  # i32[R], 1 with allowed_token_ids
     processors: jax.Array  # i32[R], a bit per logits processor
@@ -82,19 +82,19 @@ class Sampled:
     """The tokens of a step. Log-probabilities are of the raw logits, if the variant computes them."""
 
     tokens: jax.Array  # i32[R]
-    is_finite: jax.Array  # bool[R]; False: inf or NaN in the logits, the token is invalid
-    logprob: jax.Array | None = None  # f32[R], of the token
-    rank: jax.Array | None = None  # i32[R], of the token; 1 is the likeliest, ties share a rank
+    is_finite: jax.Array  # bool[R]; False: the logits have inf or NaN, and the token is invalid
+    logprob: jax.Array | None = None  # f32[R]
+    rank: jax.Array | None = None  # i32[R]; 1 is the likeliest, ties share a rank
     top_logprobs: jax.Array | None = None  # f32[R, num_logprobs], descending
     top_ids: jax.Array | None = None  # i32[R, num_logprobs]
-    reported: jax.Array | None = None  # f32[R, MAX_REPORTED_TOKENS], of logprob_token_ids; FULL only
+    reported: jax.Array | None = None  # f32[R, MAX_REPORTED_TOKENS]; FULL only
 
 
 @dataclass(frozen=True)
 class Extras:
     """Rarely used sampling parameters of a slot, int32[F].
 
-    Sent once per request, since they are much wider than rows, which are resent with every prompt chunk.
+    Sent once per request, because they are wider than rows, which are resent with every prompt chunk.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class Extras:
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         sizes: dict[str, tuple[int, ...]] = {
-            "bias": (2, MAX_BIASED_TOKENS),  # ids, then float32 bits
+            "bias": (2, MAX_BIASED_TOKENS),  # ids, then bits of float32
             "bad_words": (2, MAX_BAD_WORD_TOKENS),  # concatenated sequences, then the distance to each one's last
             "reported": (MAX_REPORTED_TOKENS,),  # ids
             "arguments": (len(self.processors), MAX_PROCESSOR_ARGUMENTS),  # bits of float32
@@ -121,7 +121,7 @@ class Extras:
         return offset + int(np.prod(size))
 
     def pack(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> np.ndarray | None:
-        """Return int32[F], None if not needed; `bad_words` have at most MAX_BAD_WORD_TOKENS tokens in total."""
+        """Return int32[F], None if not needed."""
         if not has_extras(params):
             return None
         packed = np.zeros(self.width, np.int32)
@@ -281,7 +281,7 @@ def sample(
         words_of_rows, is_masked = mask
         adjusted = restricted(adjusted, is_masked, words_of_rows, vocabulary)
     if variant is Variant.FULL or mask is not None:
-        # A processor may return NaN, and a request may ban every token.
+        # A processor may return NaN; a request may ban every token.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
     choose = _chosen
     if kernel is not None and kernel.name != "xla":
@@ -460,15 +460,15 @@ def _chosen_by_kernel(
         rows.min_p if has_filters else None,
         implementation=kernel,
     )
-    # With filters or a mask, -inf marks banned tokens; otherwise the kernel checks.
+    # With filters or a mask, -inf marks banned tokens.
     return tokens, is_finite if has_filters or is_masked else is_all_finite
 
 
 def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRows, vocabulary: Vocabulary) -> jax.Array:
     """Return the tokens that pass min_p, top_k and top_p, bool[R, Vx]; ties with the last pass.
 
-    `divisor`, f32[R, 1], is the temperature. Each filter searches for a threshold instead of sorting: on two CPU cores
-    2.8 ms, not 20, at [64, 2048]; 103 ms, not 490, at [16, 152000].
+    `divisor`, f32[R, 1], is the temperature. Searching for a threshold instead of sorting: on two CPU cores 2.8 ms, not
+    20, at [64, 2048]; 103 ms, not 490, at [16, 152000].
     """
     scaled, highest = logits / divisor, vocabulary.maximum(logits)
     order = ordered(scaled)
@@ -487,7 +487,7 @@ def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRow
     limits = rows.top_p < 1.0  # [R]
     mass = masses(weight, from_words(vocabulary.total(words(weight))))
     mass = jnp.where(kept, mass, 0)
-    # Positive, since `pack_row` keeps top_p a normal float: at least one token passes.
+    # Positive, since `pack_row` keeps top_p normal: at least one token passes.
     wanted = rows.top_p * vocabulary.total(jnp.sum(mass, axis=-1)).astype(jnp.float32)
 
     def mass_from(bounds: jax.Array) -> jax.Array:

@@ -13,8 +13,8 @@ from jaxllm.errors import printable
 from jaxllm.structured_output.slow_masks import SLOW_SECONDS, Job, Pace
 
 _MOST_SAID = 300
-_GUESS = 0.001  # seconds assumed for the first mask
-_RELEASE_SECONDS = 0.002  # tokens after longer masks are consumed without the GIL, at 50 us more
+_GUESS = 0.001  # seconds, of the first mask
+_RELEASE_SECONDS = 0.002  # tokens after longer masks are consumed without the GIL: 50 us more
 _MANY_TOKENS = 2**31 - 1
 _of_thread = threading.local()
 
@@ -23,10 +23,9 @@ _of_thread = threading.local()
 class Preamble:
     """Text that may precede the constrained part of an output."""
 
-    # Texts, and the grammars after each; before a mark every token but an end is allowed. Empty: constrained
-    # throughout.
+    # Texts, and the grammars after each; before a mark all tokens but ends are allowed. Empty: constrained throughout.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
-    # Prefixes of an unconstrained part; other output is constrained throughout.
+    # Prefixes of an unconstrained part.
     openings: tuple[bytes, ...] = ()
 
 
@@ -43,11 +42,11 @@ class Constraint:
         pace: Pace,
     ) -> None:
         self.pace = pace
-        self.job: Job | None = None  # computes the next mask
-        self.again: int | None = None  # dropped token, consumed by the thread: the only one allowed next …
-        self.due: list[int] = []  # … and forced tokens consumed after it
-        self.num_late = 0  # steps waited for the next mask
-        self._seconds = _GUESS  # of the last mask
+        self.job: Job | None = None
+        self.again: int | None = None  # dropped token that the thread consumes: the only one allowed next …
+        self.due: list[int] = []  # … and forced tokens after it
+        self.num_late = 0  # steps
+        self._seconds = _GUESS
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # union over all grammars: int32[W]
         self._marks = way.marks
@@ -58,7 +57,7 @@ class Constraint:
             self._begin(origins)
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids
-        self.expected: list[int] = []  # forced tokens to come
+        self.expected: list[int] = []
         self._end = b""  # may begin a mark
         self._error: str | None = None
 
@@ -87,7 +86,7 @@ class Constraint:
         self._error = self._error or one_line(reason)
 
     def check(self) -> None:
-        """Drop failed matchers, with which llguidance would let the output end; call after each use."""
+        """Drop failed matchers, with which llguidance would let the output end."""
         failed = [] if self._error is not None else [each for each in self.matchers if each.is_error()]
         if failed:
             self.matchers = [each for each in self.matchers if each not in failed]
@@ -111,7 +110,7 @@ class Constraint:
             else:
                 for matcher in self.matchers:
                     matcher.consume_token(token)
-        except (OverflowError, TypeError, ValueError) as error:  # invalid id
+        except (OverflowError, TypeError, ValueError) as error:
             self.fail(str(error))
         self.check()
 
@@ -153,12 +152,12 @@ def consume_released(matchers: Sequence[LLMatcher], token: int) -> None:
     """
     if not matchers:
         return
-    if not hasattr(_of_thread, "executor"):  # per thread, so that no other work delays it
+    if not hasattr(_of_thread, "executor"):  # so that no other work delays it
         _of_thread.executor = LLExecutor(1)
     work = [(matcher, token) for matcher in matchers]
     if len(work) == 1:
         failed = matchers[0].deep_copy()
-        failed.rollback(_MANY_TOKENS)  # fails; consuming then takes no time
+        failed.rollback(_MANY_TOKENS)  # fails; consuming then costs nothing
         work.append((failed, token))
     _of_thread.executor.consume_token_par(work)
 

@@ -1,6 +1,6 @@
 """Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect.
 
-Refuses by name the constructs that llguidance interprets differently or ignores.
+Refuses constructs that llguidance interprets differently or ignores.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxllm.checks import shown
 from jaxllm.errors import UserError
 
-# Nesting if all rules nest: 2 kB of stack each; overflow kills the process.
+# If all rules nest: 2 kB of stack each; overflow kills the process.
 MAX_LEVELS = 2**10
-MAX_TEXT = 2**13  # characters, as schemas.MAX_TEXT
+MAX_TEXT = 2**13  # as schemas.MAX_TEXT
 MAX_GBNF_RULES = 500  # gbnf_to_lark is quadratic in rules
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
-# Unclosed texts match to the end and are refused: searching from each quote would be quadratic.
+# Unclosed texts match to the end: searching from each quote would be quadratic.
 _GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; literal in GBNF
 
-# As llguidance's lexer (parser/src/lark/lexer.rs), to distinguish names from literals.
+# As llguidance's lexer (parser/src/lark/lexer.rs).
 _LARK = re.compile(
     r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*(?:"|(?P<open>))|/(?:\\.|[^/\\])+(?:/|(?P<open_expression>)))'
     r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>(?<![a-z_])[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
@@ -43,9 +43,9 @@ def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
 
 
 def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a client's grammar in Lark notation; `prepare_schema` converts embedded JSON schemas.
+    """Return a client's grammar in Lark notation; raise UserError if unsupported.
 
-    Raises UserError if unsupported.
+    `prepare_schema` converts embedded JSON schemas.
     """
     first = _GBNF_RULE.search(grammar)
     try:

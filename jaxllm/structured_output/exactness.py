@@ -11,12 +11,12 @@ from jaxllm.checks import shown
 from jaxllm.errors import UserError
 from jaxllm.structured_output.expressions import translate_pattern
 
-# Keywords without subschemas, and keywords that map names to them.
+# Without subschemas; with subschemas by name.
 DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
 BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
-# Others, such as "password", are annotations.
+# Others are annotations.
 _FORMATS = frozenset(
     "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uuid uri-template json-pointer relative-json-pointer regex".split()
@@ -28,9 +28,9 @@ _DATE = f"^(?:{_LEAP_DAY}|{_OTHER_DAY})"
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _EXACT = 2**53  # llguidance converts numbers to floats
-_MOST_POWER = 22  # largest power of ten by which serde_json scales exactly
+_MOST_POWER = 22  # serde_json scales by at most this power of ten exactly
 _INTEGERS = (-(2**63), 2**63 - 1)  # llguidance clamps integer bounds to this
-_DIGITS = 15  # significant digits of an inclusive bound that replaces an exclusive one
+_DIGITS = 15  # significant, of an inclusive bound that replaces an exclusive one
 _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
 
@@ -63,7 +63,7 @@ def _exact(schema: Any, merges: bool) -> Any:
     _write_numbers(written, merges)
     _write_texts(written)
     if not isinstance(written.get("items"), list):
-        written.pop("additionalItems", None)  # without effect, but llguidance would ignore prefixItems
+        written.pop("additionalItems", None)  # llguidance would ignore prefixItems
     if written.get("uniqueItems") is False:
         del written["uniqueItems"]
     return _grouped(written)

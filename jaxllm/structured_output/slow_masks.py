@@ -1,4 +1,4 @@
-"""Threads that compute slow masks during steps, while llguidance releases the GIL.
+"""Threads that compute slow masks during steps, without the GIL.
 
 llguidance locks a grammar's lexer during a mask, so one thread at a time uses it.
 """
@@ -18,10 +18,10 @@ import numpy as np
 from jaxllm.threads import start_thread
 
 NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)
-# Usual grammars take 10 to 200 us, at their limits 10 ms, ambiguous ones 100 ms or more.
+# Usual grammars take 10 to 200 us, ambiguous ones 100 ms or more.
 SLOW_SECONDS = 0.005
-MOST_LEAD = 1.0  # thread seconds of earlier use that count against a grammar
-PATIENCE = 16  # consecutive fast masks until the engine's loop computes them again
+MOST_LEAD = 1.0  # thread seconds of earlier use that count
+PATIENCE = 16  # fast masks until the engine's loop computes them again
 
 
 class Pace:
@@ -29,8 +29,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._left = 0
-        self.used = 0.0  # thread seconds
-        self.is_running = False  # a thread computes a mask
+        self.used = 0.0
+        self.is_running = False
 
     @property
     def is_slow(self) -> bool:
@@ -57,7 +57,7 @@ class SlowMasks:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[Pace, deque[Job]] = {}  # by grammar
+        self._waiting: dict[Pace, deque[Job]] = {}
         self._num_undone = 0
         self._threads: list[threading.Thread] = []
 
@@ -74,7 +74,7 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Start a thread if needed; if the system refuses, the next call retries."""
+        """Start a thread if needed and possible."""
         with self._changed:
             if self._ready() and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):
