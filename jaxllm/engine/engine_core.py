@@ -36,7 +36,7 @@ from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 _log = logging.getLogger(__name__)
-StuckSequences = list[tuple[Output, str]]  # the reason
+StuckSequences = list[tuple[Output, str]]  # with the reason
 
 
 class EngineCore:
@@ -93,7 +93,6 @@ class EngineCore:
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
@@ -361,12 +360,10 @@ class EngineCore:
         return True
 
     def recompute(self) -> None:
-        """Clear all caches; running requests return to the queue with their tokens."""
         self._in_flight.clear()  # a replay cannot apply a plan across a reset
         self.scheduler.reset()
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile

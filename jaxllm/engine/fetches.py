@@ -1,7 +1,6 @@
 """Fetches of KV blocks into the host's tier, before the admission of the requests that begin with them.
 
-Plans pass over a request meanwhile, for at most `MOST_SECONDS`. The scheduler's calls are recorded, so a replay needs
-no source.
+Plans pass over these for at most `MOST_SECONDS`. The scheduler's calls are recorded, so a replay needs no source.
 """
 
 from __future__ import annotations

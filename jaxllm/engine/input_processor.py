@@ -163,7 +163,7 @@ class InputProcessor:
             return
         seed = params.seed
         if seed is None:
-            # Not random, which depends on the order of arrival.
+            # Random seeds depend on the order of arrival.
             seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
@@ -197,7 +197,7 @@ class InputProcessor:
 
 
 def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by id, if text contains none."""
+    """Return the stop strings that are special tokens, by id; empty if text may contain these."""
     if not params.stop or not params.skip_special_tokens:
         return {}
     found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}

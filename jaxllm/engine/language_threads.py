@@ -1,7 +1,7 @@
 """Threads that read adapters and use their tokenizers and templates, for one event loop.
 
-A language has at most one thread, round-robin between clients. Two tasks over their limits bar a client from a language
-for a while, but not from reading adapters.
+A language has at most one thread. Two tasks over their limits bar a client from it for a while, but not from reading
+adapters.
 """
 
 from __future__ import annotations

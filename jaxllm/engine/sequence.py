@@ -1,7 +1,4 @@
-"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text.
-
-If a method raises, the caller ends the request.
-"""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text."""
 
 from __future__ import annotations
 
@@ -162,7 +159,6 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether `show` would return anything new; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:

@@ -43,9 +43,9 @@ class SourcePrompts:
     def read(self, given: Prompt) -> BothPrompts:
         """Return both prompts; raise UserError if they are invalid.
 
-        `given` is the encoder's prompt (as in `prompts.parts_of`), or a mapping with "encoder_prompt" and optionally
-        "decoder_prompt", each such a prompt; or the result of `mapping`. Sound is {"multi_modal_data": {"audio":
-        samples, or (samples, rate)}}, as "encoder_prompt" or with a decoder prompt.
+        `given` is the encoder's prompt, a mapping with "encoder_prompt" and optionally "decoder_prompt", or the result
+        of `mapping`. Sound is {"multi_modal_data": {"audio": samples, or (samples, rate)}}, as "encoder_prompt" or with
+        a decoder prompt.
         """
         if isinstance(given, Mapping) and given.get(MEDIA) is not None and self.sound is not None:
             rest = {name: value for name, value in given.items() if name not in (MEDIA, "cache_salt")}

@@ -193,8 +193,8 @@ class StreamingEngine:
         queue is full, UnavailableError or EngineDeadError.
 
         Running requests of an `owner` have unique ids; preparation serves `client`s in turn. `arrival` is on the
-        monotonic clock, by default now. Logs and recordings use `name`, by default the id. `options` are those of
-        features, for example `lora_request`.
+        monotonic clock, by default now; `name` is for logs and recordings. `options` are those of features, for example
+        `lora_request`.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -358,7 +358,6 @@ class StreamingEngine:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
         await self._continue()
 
     async def _continue(self) -> None:

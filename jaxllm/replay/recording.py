@@ -1,7 +1,7 @@
 """Record each scheduler call, with time and sampled tokens, for `jaxllm replay`.
 
 A recording is a file of msgpack values: header, calls, end mark. A killed process loses at most its current step and
-the mark. A full disk or the size limit ends only the recording.
+the mark.
 """
 
 from __future__ import annotations

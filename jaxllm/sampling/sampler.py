@@ -253,14 +253,14 @@ def sample(
 
     Args:
         logits: f32[R, Vx], finite except in padding.
-        positions: i32[R], the request's current length.
-        history: i32[R, length], prompt and output, valid below `positions`; FULL only.
+        positions: i32[R], the request's length.
+        history: i32[R, length], valid below `positions`; FULL only.
         extras: of `Extras.unpack`; FULL only.
         variant: must support every row.
         num_logprobs: likeliest tokens to report, from FILTERED on.
         processors: in bit order of `rows.processors`.
-        kernel: filters and chooses in all variants, so that they agree; last bits may differ from the sharded path.
-            None and "xla" use `vocab_parallel`.
+        kernel: for all variants, so that they agree; last bits may differ from the sharded path. None and "xla" use
+            `vocab_parallel`.
         mask: allowed tokens, i32[R, V / 32] with a bit per id, and i32[R], the rows to mask. Applied last; a row of
             zeros is reported as not finite.
     """

@@ -22,8 +22,8 @@ def admit(
 ) -> None:
     """Admit waiting requests by rank while tokens, slots and blocks suffice for the first.
 
-    Skips those that lack only a place for an adapter, or wait for blocks from elsewhere. Adds to `rows`, whose tokens
-    count against `budget`, to `admitted` and to `table`.
+    Skips those that lack only a place for an adapter, or wait for blocks. Adds to `rows`, whose tokens count against
+    `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
@@ -210,6 +210,5 @@ def _load(
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
-    """Return entries of a slot's first blocks for `Plan.table`, int32[·, 3]."""
     columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
     return np.array(([slot] * len(owned), columns, owned), np.int32).T

@@ -66,7 +66,6 @@ class Pool(NamedTuple):
 
 
 def make_pool(num_blocks: int) -> Pool:
-    """Return a pool of free blocks; block 0 is taken first."""
     return Pool(
         references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
@@ -195,7 +194,6 @@ class PoolEditor:
                 self._drop(digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
-        """Free the cached blocks of these digests."""
         references = self._pool.references if self._references is None else self._references
         for digest in digests:
             block = self._find(digest)

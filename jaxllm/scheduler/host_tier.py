@@ -1,9 +1,8 @@
 """A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
 A block is (group, tier, index). The plan that evicts a device block stores it before its step overwrites it; the plan
-that admits a request with a prefix in the host loads it before its step reads it. Both copies run in the device's
-order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found. Fetched
-blocks of waiting requests arrive by `receive`.
+that admits a request loads its blocks before its step reads them. Both copies run in the device's order. A store ends
+later, in any order, or fails: the block can be found after `land`.
 
 The host's blocks are used during a copy, or while held for a waiting request; otherwise cached, and evicted in order of
 last use.
@@ -89,7 +88,6 @@ class HostEditor:
         return block
 
     def look_up(self, device: PoolEditor, group: int, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix of `digests` in both tiers together."""
         found: list[int] = []
         for digest in digests:
             block = self.find(device, group, digest)

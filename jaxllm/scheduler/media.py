@@ -4,8 +4,7 @@ A segment is a run of placeholder tokens, which get an image's embeddings. A pla
 read, if not cached; a chunk ends before an image that exceeds budget or room.
 
 The cache is an array of units, each of a fixed number of embeddings. Images are evicted in order of last use, except
-those that this plan's chunks read or a running request has read in part. The device encodes after all earlier steps, so
-an evicted image's units may be overwritten at once.
+those that are being read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -131,7 +130,6 @@ class EncoderEditor:
         return True
 
     def _take(self, num_tokens: int, budget: int, unit: int) -> tuple[int, ...] | None:
-        """Return units for an image; None without budget or room."""
         if self._num_encoded and self._num_encoded + num_tokens > budget:
             return None
         count = -(-num_tokens // unit)

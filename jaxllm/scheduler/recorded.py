@@ -119,7 +119,7 @@ class RecordedScheduler:
         counts: np.ndarray | None = None,
         sampled: np.ndarray | None = None,
     ) -> Events:
-        """Commit a step as `scheduler.commit`, and append its tokens to those of the requests."""
+        """Commit as `scheduler.commit`, and append the tokens to the requests'."""
         self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):

@@ -138,10 +138,7 @@ def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> Sta
 
 
 def reset(state: State, limits: Limits) -> State:
-    """Clear the cache, for a device that lost it: running requests return to the queue with their tokens.
-
-    Resident adapters are cleared too, since the host may lack idle ones.
-    """
+    """Clear the cache, for a device that lost it: running requests return to the queue with their tokens."""
     editor = StateEditor(state)
     slots = _taken_slots(editor)
     for slot in slots:
@@ -239,8 +236,8 @@ def commit(
 
     With `counts`, int32[R], tokens are int32[R, W], `counts` valid ones per row: those sampled, `sampled`, int32[R]
     (None: one each), then forced ones, which the next plans compute like a prompt's. They are cut at the first stop
-    token and at the request's limit; a request whose limit is its prompt yields none. A row with a count of 0 was not
-    sampled in time: a later plan computes its last token again.
+    token and at the request's limit. A row with a count of 0 was not sampled in time: a later plan computes its last
+    token again.
 
     Results of requests that ended, were preempted or got further tokens since are dropped, and sampled again equally:
     randomness depends only on seed and position. Non-finite logits end the request with its beam group. Rows of beam

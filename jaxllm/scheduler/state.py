@@ -2,8 +2,8 @@
 
 Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses.
 
-Letters: S slots, R rows of a plan, U block-table entries. While drafts are in flight, `num_computed` and `length`
-assume that all are accepted.
+Letters: S slots, R rows, U block-table entries. While drafts are in flight, `num_computed` and `length` assume that all
+are accepted.
 """
 
 from __future__ import annotations
@@ -235,8 +235,8 @@ NO_MOVES.flags.writeable = False
 class Plan(NamedTuple):
     """One step: decode rows, then prompt chunks.
 
-    A decode row has one token, sampled on the device, and drafts after it in a step without chunks. While earlier
-    drafts are uncounted only the device has the row's start: `starts` is its maximum.
+    A decode row has one token, sampled on the device, then drafts in a step without chunks. While earlier drafts are
+    uncounted only the device has its start: `starts` is the maximum.
     """
 
     now: float
@@ -331,8 +331,6 @@ def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
 
 
 class _Columns:
-    """The newest columns of `Slots`: the state's, or their replacements."""
-
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
 

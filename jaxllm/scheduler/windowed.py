@@ -1,11 +1,11 @@
 """A second group of blocks, for layers that see only the last W tokens in models with other layers.
 
-A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission.
-Otherwise a decode row has equally many blocks in both groups. A cached prefix is usable if all its blocks are in the
-first group's index, and those in the window in the second's; else it is cut.
+A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission. A
+cached prefix is usable if the first group's index has all its blocks, and the second's those in the window; else it is
+cut.
 
 The device may load blocks before the window, with weight 0: there the table has block `Limits.num_window_blocks`, of
-zeros. Letters: P tokens per block.
+zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def most(window: int, block_size: int) -> int:
 
 
 def columns(limits: Limits, indices: range) -> range:
-    """Return the block table's columns of windowed layers' blocks."""
     groups = limits.num_groups
     return range(indices.start * groups + GROUP, indices.stop * groups + GROUP, groups)
 
@@ -100,7 +99,6 @@ def extend(
 def hand_out(
     editor: StateEditor, limits: Limits, slots: Sequence[int], counts: Sequence[int], table: list[np.ndarray]
 ) -> None:
-    """Allocate further blocks to slots; add them to `table`."""
     if not slots:
         return
     tables, at = editor.window_tables, 0
@@ -149,8 +147,8 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
     The next query is at `num_computed`, or at the last known token if recomputed. Its window counts from the first
-    token of its block, so that the prefix can be hit again. Slots without work keep their blocks: a plan without rows
-    is not sent to the device.
+    token of its block, so that the prefix can be hit again. Slots without work keep theirs: a plan without rows is not
+    sent.
     """
     slots = editor.slots
     begins = np.minimum(slots.num_computed, slots.num_tokens - 1) // limits.block_size - covered(limits)

@@ -1,7 +1,7 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows of a plan, W words
-of a mask, V vocabulary.
+A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows, W words of a
+mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
 LEAST_FORCED = 2  # fewer are not worth discarding the row in flight
-# Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, a step of one token per row 36
-# ms. Fewer are sampled with masks.
+# Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, not 36 ms. Fewer are sampled.
 FORCED_PER_ROW = 0.5
-# Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads consume the
+# Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads take the
 # rest.
 CONSUME_SECONDS = 0.02
-# Time limit for a step's masks. An expensive grammar may exceed it once (0.1 to 0.2 s); later, other threads make its
-# masks. With 126 such outputs on two cores, a stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
+# Time limit for a step's masks; other threads make those of expensive grammars. With 126 such outputs on two cores, a
+# stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
 MASK_SECONDS = 0.05
 
 
@@ -190,8 +189,8 @@ class GrammarRows(Feature):
     ) -> tuple[dict[int, list[int]], list[int]]:
         """Let grammars consume the tokens of rows; return the forced tokens that follow, and rows to be sampled again.
 
-        Threads do this for slow masks and after the time limit. Forced tokens are then sampled one by one, except with
-        bans: the row yields no token now, and later the same one with the forced tokens.
+        Threads do this for slow masks and after the time limit, and forced tokens are sampled one by one; with bans the
+        row yields no token now, and later the same one with the forced tokens.
         """
         until, found, dropped = self.core.clock() + CONSUME_SECONDS, dict[int, list[int]](), list[int]()
         for row, sequence in sorted(owners.items(), key=lambda each: self._constraint(each[1]).turn):

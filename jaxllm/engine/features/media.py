@@ -1,7 +1,6 @@
 """Images in prompts: preprocessed when a request is checked, encoded before the steps that read them.
 
-scheduler/media.py places their embeddings. With rotary positions of three dimensions, those of tokens after images
-differ from places by `_shifts`.
+With rotary positions of three dimensions, those of tokens after images differ from places by `_shifts`.
 """
 
 from __future__ import annotations
@@ -176,7 +175,6 @@ class Images(Feature):
     def _place(
         self, places: np.ndarray, start: int, images: RequestImages, units: Mapping[bytes, tuple[int, ...]]
     ) -> None:
-        """Write the rows of placeholders in a chunk from `start`."""
         for segment in images.segments:
             low, high = max(segment.start, start), min(segment.end, start + len(places))
             if low < high:
@@ -184,7 +182,6 @@ class Images(Feature):
                 places[low - start : high - start] = rows[low - segment.start : high - segment.start]
 
     def _rows(self, units: tuple[int, ...]) -> np.ndarray:
-        """Return the rows of an image's units, int32[·]."""
         unit = self._encoder.unit
         return (np.asarray(units, np.int32)[:, None] * unit + np.arange(unit, dtype=np.int32)).ravel()
 

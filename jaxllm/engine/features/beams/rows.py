@@ -1,7 +1,6 @@
 """The beam search feature: runs the beams of each search as a group of sequences.
 
-Once a step has reported the likeliest next tokens of all beams, `rules.choose` selects the next beams and the scheduler
-forks.
+After a step of all beams, `rules.choose` selects the next ones and the scheduler forks.
 """
 
 from __future__ import annotations

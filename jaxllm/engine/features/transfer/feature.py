@@ -1,7 +1,6 @@
 """The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
 
-A consumer's request waits outside the scheduler for its blocks or a deadline. They are then an event of the scheduler
-(`receive`), and missing ones are computed.
+A consumer's request waits outside the scheduler for its blocks or a deadline; missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -199,7 +198,6 @@ class KvTransfer(Feature):
 
 
 def fingerprint_of(core: Core, layouts: Sequence[RowLayout]) -> Fingerprint:
-    """Return the fingerprint of weights, types, sizes and groups of blocks."""
     setup, config = core.runner.setup, core.config
     model = digest_of(
         {

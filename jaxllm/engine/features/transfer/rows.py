@@ -13,7 +13,6 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 
 
 def digest_of(about: Any) -> bytes:
-    """Return a fingerprint, of 32 bytes."""
     return sha256(json.dumps(about, sort_keys=True).encode()).digest()
 
 

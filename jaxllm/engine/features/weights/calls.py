@@ -26,8 +26,8 @@ MODES = ("abort", "wait", "keep")
 class WeightCalls(ABC):
     """Pause, sleep and weight updates of an engine; while held, it queues requests and computes none.
 
-    An update keeps the tokens of requests, and computes them again with the new weights before the next is sampled, so
-    that no cache has values of two versions.
+    An update keeps the tokens of requests, and recomputes them before the next is sampled, so that no cache has values
+    of two versions.
     """
 
     features: Features
@@ -152,9 +152,8 @@ class WeightCalls(ABC):
         """Replace weights by those of a folder, or by NumPy or JAX arrays with the checkpoint's names; return the
         version in use.
 
-        Between `start_weight_update` and `finish_weight_update` this is a piece of an update; otherwise all weights
-        must be given. Arrays are copied. Raises UserError, changing nothing, for an unknown name, a wrong shape or
-        type, or a missing tensor.
+        After `start_weight_update` this is a piece of an update; otherwise all weights must be given. Arrays are
+        copied. Raises UserError, changing nothing, for an unknown name, a wrong shape or type, or a missing tensor.
         """
         own = self.weights
         own.check_switched_on()
@@ -199,7 +198,6 @@ class WeightCalls(ABC):
         return own.version
 
     def get_weight_version(self) -> str:
-        """Return the version of the weights: "0" at the start."""
         return self.weights.version
 
     def check_runs(self) -> None:

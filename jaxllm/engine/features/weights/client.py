@@ -72,7 +72,6 @@ class AsyncWeightCalls(ABC):
         await self._continue_if_awake()
 
     async def is_sleeping(self) -> bool:
-        """Return whether weights or cache are asleep."""
         return await self._call(lambda engine: engine.is_sleeping())
 
     async def init_weight_transfer_engine(self, backend: str = "safetensors") -> None:
@@ -100,7 +99,6 @@ class AsyncWeightCalls(ABC):
         return version
 
     async def get_weight_version(self) -> str:
-        """Return the version of the weights: "0" at the start."""
         return await self._call(lambda engine: engine.get_weight_version())
 
     async def _continue_if_awake(self) -> None:

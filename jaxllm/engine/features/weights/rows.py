@@ -1,6 +1,6 @@
 """The state of sleep, pause and weight updates, and the weight version of each token.
 
-A request's state is a list of `Since`, to which only updates append: steps cost nothing.
+A request's state is a list of `Since`; steps cost nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class WeightVersions(WeightStates):
 
 
 def check_tags(tags: Iterable[str] | None) -> frozenset[str]:
-    """Return the tags of a call; None: all."""
     if isinstance(tags, str):
         tags = (tags,)
     found = frozenset(TAGS if tags is None else tags)
