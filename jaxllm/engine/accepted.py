@@ -1,4 +1,4 @@
-"""`Accepted`: a validated request, before its sequences are made."""
+"""`Accepted`: a validated request."""
 
 from __future__ import annotations
 

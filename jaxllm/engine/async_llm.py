@@ -126,7 +126,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     async def close(self, timeout: float = 30.0) -> bool:
         """Stop the engine, failing unfinished requests, and free the device's memory.
 
-        Returns whether the engine's thread ended within `timeout` seconds; a hanging step is abandoned.
+        Returns whether the thread ended within `timeout` seconds.
         """
         await super().close(timeout)
         closed = EngineDeadError("The engine was closed.")
@@ -203,7 +203,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         return UnavailableError("The engine sleeps; call wake_up.") if is_asleep else error
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace the next `num_steps` steps and log the trace's path. Streams wait while it is written."""
+        """Trace the next `num_steps` steps and log the trace's path. Streams wait for it."""
         await self._call(lambda engine: engine.start_profile(folder, num_steps))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:

@@ -1,4 +1,4 @@
-"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs."""
+"""The engine's step loop: plan, dispatch, commit, and make outputs."""
 
 from __future__ import annotations
 
@@ -96,10 +96,7 @@ class EngineCore:
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use.
-
-        Waits for the futures that features need.
-        """
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
@@ -133,7 +130,7 @@ class EngineCore:
     ) -> RequestOutput | list[RequestOutput] | None:
         """Abort requests and free their blocks; return the last output, or None for an unknown id.
 
-        Several ids give a list, of the known ones.
+        Several ids give a list.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -323,7 +320,7 @@ class EngineCore:
     def _recover(self, error: Exception) -> list[RequestOutput]:
         """Restart with an empty cache after a failed step, recomputing running requests.
 
-        Ends the request at fault, or the largest one if memory is exhausted, and returns its last output.
+        Ends the request at fault, or the largest if memory is exhausted, and returns its last output.
         """
         plan, self._planned = self._planned, None
         self._in_flight.clear()

@@ -16,7 +16,7 @@ _NOBODY = object()
 class FairThreads:
     """At least two threads, which serve clients in turn.
 
-    `share` limits the threads of a group of clients, by default of each client; the group None is not limited.
+    `share` limits the threads of a group, by default of each client; the group None is not limited.
     """
 
     def __init__(

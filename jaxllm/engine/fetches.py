@@ -82,13 +82,13 @@ class Fetches:
             self._source.expect({(each.plan, each.group, each.block): each.digest for each in own})
 
     def wait(self) -> bool:
-        """Wait a short time for blocks, if a request needs any; return whether one does."""
+        """Wait a short time for blocks, if any are wanted; return whether they are."""
         if self._fetches:
             self._source.wait(WAIT_SECONDS)
         return bool(self._fetches)
 
     def forget(self, before: State, failed: Collection[int]) -> None:
-        """Forget the blocks of requests with non-finite results; `before` is the state in which they ran."""
+        """Forget the blocks of requests with non-finite results, which ran in state `before`."""
         records = [each for each in before.running if each is not None and each.request.sequence_id in failed]
         gone = {digest for each in records for digest in each.digests}
         self._source.forget(gone)

@@ -1,4 +1,4 @@
-"""The queue of requests and calls from the event loop to the engine's thread."""
+"""The queue of requests and calls to the engine's thread."""
 
 from __future__ import annotations
 

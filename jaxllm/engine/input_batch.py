@@ -1,4 +1,4 @@
-"""The sequence in each slot, and a step's tokens and sampling parameters."""
+"""The sequence in each slot, and a step's tokens and parameters."""
 
 from __future__ import annotations
 

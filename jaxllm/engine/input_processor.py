@@ -54,8 +54,8 @@ class InputProcessor:
     ) -> Accepted:
         """Validate and tokenize a request; raise UserError if it is invalid. Thread-safe.
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt", and for
-        a pooling model "token_type_ids". `options` are those of features.
+        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt" and
+        "token_type_ids". `options` are those of features.
         """
         unknown = options.keys() - self._features.options
         if unknown:
@@ -154,7 +154,7 @@ class InputProcessor:
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Choose a request's seeds and pack its sampling parameters for the device, unless a feature packed them.
+        """Choose a request's seeds and pack its sampling parameters, unless a feature packed them.
 
         Separate from `make_group`, so that a failure there changes no later seed.
         """
@@ -225,9 +225,9 @@ def read_prompt(
 
 
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
-    """Return the text to tokenize: the whole prompt, or the end that `truncate_prompt_tokens` keeps.
+    """Return the text to tokenize: the prompt, or the end that `truncate_prompt_tokens` keeps.
 
-    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError for a text that must exceed the context.
+    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError if it must exceed the context.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:
@@ -237,7 +237,7 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
 
 
 def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
-    """Return the number of last prompt tokens to keep, None for all; raise UserError if it exceeds the context."""
+    """Return the number of last prompt tokens to keep, None for all; raise UserError beyond the context."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > max_model_len:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({max_model_len})."

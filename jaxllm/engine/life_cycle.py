@@ -1,4 +1,4 @@
-"""State machine of an asynchronous engine: a table for work, one for shutdown."""
+"""State machine of an asynchronous engine."""
 
 from __future__ import annotations
 

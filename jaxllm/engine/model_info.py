@@ -1,4 +1,4 @@
-"""Tokenizer, limits and defaults of a model, for callers of its engine."""
+"""Tokenizer, limits and defaults of a model."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class OutputProcessor:
         self.groups.update((group.internal_id, group) for group in groups)
 
     def abort(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """End requests, pairs of internal id and reason; return their last outputs. Unknown ids are ignored."""
+        """End requests by internal id, each for a reason; return their last outputs. Unknown ids are ignored."""
         now = self._clock()
         reasons: dict[str, FinishReason] = dict(requests)
         going: list[tuple[SequenceGroup, FinishReason]] = [

@@ -1,4 +1,4 @@
-"""Output streams from the engine's thread to readers, for the event loop."""
+"""Output streams to readers, for the event loop."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ class Sequence:
         return length, end
 
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
-        """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence.
-
-        `finish_reason` is the scheduler's, for the last token.
-        """
+        """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence."""
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
             if ended is not None:

@@ -366,7 +366,7 @@ class StreamingEngine:
         self._queue.set_paused(False)
 
     def announce_drain(self) -> None:
-        """Report "not ready" but accept requests until `drain`, so that load balancers notice in time."""
+        """Report "not ready" but accept requests until `drain`."""
         self._life.on("announce_drain")
 
     async def drain(self, timeout: float | None = None) -> bool:

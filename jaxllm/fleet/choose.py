@@ -1,4 +1,4 @@
-"""Chooses the replica for a request by cached prefix and load. Pure."""
+"""Chooses the replica for a request. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FleetLLM`: several engines with the interface of one, each a process on this machine or another."""
+"""`FleetLLM`: several engines, each a process, with the interface of one."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def drain_replica(self, number: int) -> None:
         """Send a replica no more requests, restart it when idle, and return when it serves again.
 
-        A remote one exits instead. Raises UnavailableError if it, or every other, accepts no requests.
+        Raises UnavailableError if it, or every other, accepts no requests.
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
@@ -246,7 +246,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """Raises UnavailableError until a replica has loaded the model."""
+        """The model; raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
@@ -260,7 +260,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def state(self) -> EngineState:
-        """ "hung" while no replica accepts requests."""
+        """The state; "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 

@@ -1,7 +1,7 @@
-"""The replica process: runs one engine and serves a front end over one connection, with which it ends.
+"""The replica process: runs one engine and serves a front end, over one connection with which it ends.
 
-A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; `jaxllm serve --headless` is the same
-on another machine.
+A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; on another machine it is `jaxllm
+serve --headless`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def split_address(address: str) -> tuple[str, int]:
 async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
     """Load the engine, unless given, and serve the front end; return whether it sent "stop".
 
-    Raises UserError if the front end cannot be reached or refuses this replica.
+    Raises UserError if the front end refuses this replica.
     """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
@@ -189,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a dropped request, even during its preparation; send nothing."""
+        """Cancel a dropped request and send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -35,7 +35,7 @@ class Prefills:
     def begin(self, request: RoutedRequest) -> asyncio.Future[RoutedRequest | None] | None:
         """Compute a prompt; the result is the request for a decoder, None if the decoder must compute the prompt.
 
-        Returns None if a decoder has all blocks, or cannot use them.
+        Returns None if a decoder has all blocks.
         """
         given, count = request.sent, len(request.digests)
         if not isinstance(given, SamplingParams | None) or not count:

@@ -1,4 +1,4 @@
-"""An index of the blocks in replicas' prefix caches."""
+"""An index of replicas' prefix caches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from jaxllm.scheduler.state import BlockEvent, BlockRemoved, BlockStored
 class PrefixIndex:
     """Block digests by replica.
 
-    A bit mask of replicas per digest makes a prompt cost one look-up per block; a set per replica makes its removal
-    cheap.
+    A bit mask per digest makes a prompt cost one look-up per block; a set per replica makes its removal cheap.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The front end's view of a replica: reported state, live requests and, if local, the process."""
+"""The front end's view of a replica."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Replica:
 
     @property
     def state(self) -> EngineState:
-        """ "loading" without a process, "draining" during a drain."""
+        """The state; "loading" without a process, "draining" during a drain."""
         return "draining" if self.is_drained else self._state
 
     @property
@@ -91,7 +91,7 @@ class Replica:
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Return the load at the last heartbeat, updated by the requests sent since."""
+        """Return the load at the last heartbeat, with requests sent since."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -138,7 +138,7 @@ class Replica:
             self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
-        """Send a message at once, because the connection is about to be closed."""
+        """Send a message at once, before closing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.frame([wire.pack(message)]))
 

@@ -1,4 +1,4 @@
-"""Starts and restarts local replicas, accepts all connections, detects lost replicas."""
+"""Starts and restarts local replicas, accepts connections, detects lost replicas."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Supervisor:
     ) -> None:
         """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
-        `module` is its main module. A replica silent for `hang_timeout` seconds counts as lost.
+        A replica silent for `hang_timeout` seconds counts as lost.
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
         self._hang_timeout, self._module, self._address = hang_timeout, module, address

@@ -1,7 +1,6 @@
 """Messages between a front end and its replicas: msgpack lists of plain data and `CLASSES`.
 
 A frame is a length of four bytes and a list of messages, which begin with their names. No other classes are decoded.
-Both ends have the same version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agreement of processes before they load a model: fingerprints, devices and memory."""
+"""The agreement of processes before they load a model."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(config: EngineConfig) -> None:
 def start_devices(config: EngineConfig, settings: HostSettings) -> None:
     """Join JAX's processes, before anything uses a device; raise UserError if that fails.
 
-    From here until they have agreed no process waits for another, so any may refuse.
+    Until they have agreed no process waits for another, so any may refuse.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
@@ -118,7 +118,7 @@ def agreed(config: EngineConfig, num_blocks: int, max_model_len: int, precompile
 
 
 def precompiled(config: EngineConfig) -> Precompile:
-    """Return when programs are compiled: before the first request, since hosts must choose the same ones."""
+    """Return when programs are compiled: before the first request, for the same ones on all hosts."""
     if config.precompile != "auto":
         return config.precompile
     return "covering" if jax.default_backend() == "cpu" else "all"

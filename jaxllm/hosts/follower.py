@@ -166,7 +166,7 @@ class Follower:
     def run(self, config: EngineConfig) -> int:
         """Follow until the leader ends the group, and return 0; raise UserError without agreement.
 
-        A lost or failed leader ends the process with code 1: a thread that waits for a device cannot be interrupted.
+        After a failure the process ends with code 1: a thread that waits for a device cannot be interrupted.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -285,7 +285,7 @@ class Follower:
                 self._leave(f"host 0 is lost: no message for {looked - self._heard:.0f} s")
 
     def _leave(self, why: str, farewell: bool = True) -> NoReturn:
-        """Report a failure to the log and the leader, and end the process."""
+        """Report a failure and end the process."""
         _log.error("host %d stops: %s", self.settings.rank, why)
         if self.link is not None and farewell:
             self.link.try_send("failed", why)

@@ -64,7 +64,7 @@ class _Follower:
 class Leader:
     """The leader's end of a group, for the engine's thread; another thread calls `on_failed` once.
 
-    By default it ends the process with code 1: a thread that waits for a device cannot be interrupted.
+    By default it ends the process: a thread that waits for a device cannot be interrupted.
     """
 
     def __init__(self, settings: HostSettings, on_failed: Callable[[BaseException], None] | None = None) -> None:
@@ -81,7 +81,7 @@ class Leader:
         self.dirty: set[int] = set()  # slots with parameters to send
 
     def make_engine(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> LLMEngine:
-        """Assemble the group and load the model on every host; raise UserError, on every host, if they do not agree."""
+        """Assemble the group and load the model on every host; raise UserError, on all, if they do not agree."""
         metrics = Metrics() if metrics is None else metrics
         try:
             agreement.check(config)

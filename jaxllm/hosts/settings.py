@@ -1,4 +1,4 @@
-"""A process's place in a group of hosts."""
+"""A process's place in a group."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class EventRecorder(ABC):
             self.write([Kind.PASSED_OVER, self._now(), list(request_ids)])
 
     def planned(self, plan: Plan) -> None:
-        """Record a plan's sizes and checksum; a replay recomputes the plan."""
+        """Record sizes and checksum; a replay recomputes the plan."""
         if self.is_on:
             self.write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
@@ -170,8 +170,7 @@ class FileRecorder(EventRecorder):
     ) -> None:
         """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
 
-        With `is_redacted`, each token is replaced by a keyed hash of all tokens up to it; the key is not stored.
-        `about` is shown to readers; `clock` is the engine's.
+        With `is_redacted`, tokens are replaced by keyed hashes; the key is not stored. `about` is shown to readers.
         """
         super().__init__(clock, Pseudonyms() if is_redacted else None)
         if max_bytes < MIN_BYTES:
@@ -289,7 +288,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 
 
 def describe(plan: Plan) -> list[int]:
-    """Return a plan's number, decode rows, rows, tokens, and a checksum of its columns."""
+    """Return a plan's sizes, and a checksum of its columns."""
     check = 0
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)

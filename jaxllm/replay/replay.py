@@ -1,4 +1,4 @@
-"""Replay a recording on the scheduler, without device or weights; report the first plan that differs."""
+"""Replay a recording on the scheduler alone; report the first plan that differs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Replayer:
         self.plans: dict[int, Plan] = {}
 
     def take(self, entry: list[Any], number: int) -> Moment:
-        """Repeat the call of an entry other than END; `number` is the moment's."""
+        """Repeat the call of an entry other than END."""
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:
             requests = tuple(map(_read_request, entry[2]))

@@ -32,7 +32,7 @@ class AdapterPlaces:
         self.closed: set[int] = set()
 
     def admits(self, adapter: int) -> bool:
-        """Return whether the next request may have its adapter in this plan; if not, claim a place.
+        """Return whether the next request may have its adapter; if not, claim a place.
 
         A plan adds at most one adapter, to bound the transfer before the step.
         """
@@ -52,7 +52,7 @@ class AdapterPlaces:
         return False
 
     def enter(self, adapter: int) -> None:
-        """Record that a request with this adapter got a slot; it may replace the least recently used idle one."""
+        """Record that a request with this adapter got a slot; it may replace the least recently used."""
         if not adapter or adapter in self._in_use:
             return
         others = tuple(other for other in self.residents if other != adapter)

@@ -81,7 +81,7 @@ def admit(
         source = sources.find(editor, limits, entry.request)
         if source is None:
             break
-        # One block per running request stays free, or the next step would undo the admission.
+        # One block per running request stays free, or the next step would undo this.
         available = editor.pool.num_available - editor.pool.num_idle([*here, *source.hits])
         if num_blocks - len(here) + source.num_new > available - num_running:
             break
@@ -133,10 +133,7 @@ def _admit_beam_group(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> int | None:
-    """Give slots and blocks to a beam group; return the tokens of its rows, or None if it does not fit.
-
-    Members without tokens left in the budget continue in later plans.
-    """
+    """Give slots and blocks to a beam group; return the tokens of its rows, or None if it does not fit."""
     if len(members) > len(free_slots):
         return None
     found = beam_groups.find(editor, limits, members)

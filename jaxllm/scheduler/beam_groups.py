@@ -108,7 +108,7 @@ def held(editor: StateEditor) -> np.ndarray:
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
     """Remove the rows of beam groups from `live`, bool[R], and count their results.
 
-    Returns these rows, and the leaders' ids of the groups with all results.
+    Returns these rows, and the leaders of groups with all results.
     """
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
@@ -124,9 +124,9 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
 
 
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
-    """Continue each member of a beam group as a child of one of them, with a known newest token.
+    """Continue each member of a beam group as a child of one of them.
 
-    Raises ValueError unless all have results and are below their limit, and each has one move.
+    Raises ValueError unless all have results, are below their limit, and have one move.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
@@ -142,7 +142,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     num_computed, limit = int(slots.num_computed[beam_group[0]]), editor.owner(beam_group[0]).request.limit
     if num_computed + 1 >= limit or any(slots.num_tokens[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    keepers: dict[int, int] = {}  # child that keeps each parent's last block
+    keepers: dict[int, int] = {}
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in beam_group}
@@ -157,7 +157,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
         if num_freed[target] != num_freed[source]:
             own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.num_tokens[slot]:  # its first row: a chunk of one token, for the initial data of a slot
+        if not slots.num_tokens[slot]:  # its first row: a chunk of one token
             own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
         own.num_computed[slot] = num_computed
@@ -175,7 +175,7 @@ def _inherit(
 ) -> None:
     """Give each child its parent's blocks of a group, except a partial last one that another child keeps.
 
-    `pairs`: slots of child and parent; `keepers`: child that keeps each parent's last block.
+    `pairs`: slots of child and parent; `keepers`: by parent.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
     num_full, num_partial = divmod(num_computed, limits.block_size)
@@ -203,10 +203,7 @@ def _inherit(
 
 
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
-    """Return and clear the changes by forks: entries as `Plan.table`, and moves as `Plan.moves`.
-
-    Requires that the plan has allocated its blocks.
-    """
+    """Return and clear the changes by forks, as `Plan.table` and `Plan.moves`, after a plan's allocation."""
     moves = [
         (group, DEVICE, source, DEVICE, (editor.window_tables if group else editor.tables)[slot][-1])
         for group, slot, source in editor.copies
@@ -228,7 +225,6 @@ def _all_slots(editor: StateEditor) -> np.ndarray:
 
 
 def _has_answered(editor: StateEditor, beam_group: Sequence[int]) -> bool:
-    """Return whether each computing member has a result without a chosen token."""
     slots = editor.slots
     own = [slot for slot in beam_group if slots.num_tokens[slot]]
     columns = (

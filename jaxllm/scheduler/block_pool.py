@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Shards of the prefix index are byte strings, of which a change copies 1 kB. Copying dicts took half of a step that
-# replaced 26 of 4,096 requests.
+# Shards of the prefix index are byte strings: copying dicts took half of a step that replaced 26 of 4,096 requests.
 SHARD_BLOCKS = 32  # of the pool per shard
 MOST_SHARDS = 8192  # a change copies their list
 BLOCK_BYTES = 4
@@ -31,7 +30,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    In columns: tuples would be 200,000 objects for Python's garbage collector at 4,096 requests.
+    In columns: tuples would be 200,000 objects for Python's garbage collector.
     """
 
     blocks: tuple[int, ...]
@@ -43,7 +42,7 @@ class Chunk(NamedTuple):
 class Pool(NamedTuple):
     """N blocks and their users, in read-only arrays."""
 
-    references: np.ndarray  # int16[N]: block tables with the block (at most 2**14)
+    references: np.ndarray  # int16[N]: block tables with it
     stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
     free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
@@ -81,7 +80,7 @@ def make_pool(num_blocks: int) -> Pool:
 def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
     """Return the root of a chain of digests, for a cache salt and the digest of all inputs except tokens.
 
-    Each part follows its length, so that different pairs have different roots.
+    Lengths precede the parts, so different pairs have different roots.
     """
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, content))).digest()
 
@@ -104,9 +103,9 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 
 
 class PoolEditor:
-    """The next value of a pool, within one call; copies each array once, when it changes.
+    """The next value of a pool, within one call; copies each array at most once.
 
-    Copying N numbers per request made a step with 6 admissions take 9 ms.
+    Copying them per request made a step with 6 admissions take 9 ms.
     """
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
@@ -361,7 +360,6 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """Yield the queue's valid entries in order of eviction."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

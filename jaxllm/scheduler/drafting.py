@@ -61,7 +61,7 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     room = slots.capacity[rows] - lengths
     blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))
     # Drafts never preempt: one block stays free per running request, and the row's bound, one token after its drafts,
-    # must be in its blocks, so that the next step needs none.
+    # must be in its blocks.
     available = editor.pool.num_available
     if limits.window:
         available = min(available, editor.window_pool.num_available)
@@ -79,7 +79,7 @@ def settle(editor: StateEditor, rows: np.ndarray, drafts: np.ndarray, sampled: n
     own = editor.own_slots
     own.num_computed[rows] -= drafts + 1 - sampled
     own.length[rows] -= drafts + 1 - sampled
-    own.num_drafted[rows] += np.minimum(sampled, drafts)  # up to the first that differs
+    own.num_drafted[rows] += np.minimum(sampled, drafts)
     own.num_accepted[rows] += sampled - 1
     old = rows[own.num_drafted[rows] > WINDOW]
     own.num_drafted[old] >>= 1

@@ -64,7 +64,7 @@ def cut(segments: Sequence[Segment], num_blocks: int, block_size: int) -> int:
 def chained(
     parent: bytes, tokens: bytes, block_size: int, segments: Sequence[Segment], first_block: int
 ) -> list[bytes]:
-    """Return digests as `block_pool.chained`, in which blocks with parts of images depend on image and part."""
+    """Return digests as `block_pool.chained`, with images and parts in those of their blocks."""
     digests = []
     for number in range(len(tokens) // (4 * block_size)):
         start = (first_block + number) * block_size
@@ -97,10 +97,9 @@ class EncoderEditor:
     def reach(
         self, sequence_id: int, segments: Sequence[Segment], start: int, length: int, budget: int, unit: int
     ) -> int:
-        """Encode the images of a chunk from `start`; return its length, at most `length`, before the first that does
-        not fit.
+        """Encode the images of a chunk; return its length, at most `length`, before the first that does not fit.
 
-        `budget`: most tokens of images that one plan encodes, unless the first has more.
+        `budget`: tokens of images in a plan, unless the first has more.
         """
         for index, segment in enumerate(segments):
             if segment.start >= start + length:
@@ -110,7 +109,7 @@ class EncoderEditor:
         return length
 
     def forget(self, segments: Sequence[Segment]) -> None:
-        """Remove the images of a failed request, which may be the cause."""
+        """Remove a failed request's images."""
         for segment in segments:
             self._free += self._entries.pop(segment.digest, ())
 

@@ -47,8 +47,8 @@ def vacate(
 ) -> None:
     """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
-    Blocks that steps in flight may have written are not indexed: their tokens may differ. Indexing waits until here
-    because digests cost 2 us a block, 62 blocks a step at 1,000 requests.
+    Blocks that steps in flight may have written are not indexed. Indexing waits until here because digests cost 2 us a
+    block, 62 blocks a step at 1,000 requests.
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]

@@ -101,7 +101,6 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
 
 
 def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
-    """Record the ends of copies to the host; the successful ones can be found now."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.land(landed)
@@ -111,9 +110,9 @@ def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
 def receive(
     state: State, limits: Limits, owner: int, blocks: Sequence[tuple[int, int]]
 ) -> tuple[State, tuple[int, ...]]:
-    """Take fetched blocks of a waiting request's prompt, (group, index) each, into the host's tier until it runs.
+    """Take fetched blocks of a waiting request's prompt, (group, index) each, into the host's tier.
 
-    Returns the host block for the content of each, to write before the next plan; -1: not wanted.
+    Returns the host block for the content of each; -1: not wanted.
     """
     entry = next((each for each in state.waiting if each.request.sequence_id == owner), None)
     digests = () if entry is None or not limits.num_host_blocks else entry.digests
@@ -127,10 +126,7 @@ def receive(
 
 
 def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Admit none of these requests, whose blocks are being fetched, until the next call or reset.
-
-    Other requests may overtake them; the caller bounds the time.
-    """
+    """Admit none of these requests until the next call or reset; other requests may overtake them."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.passed_over = frozenset(request_ids)
@@ -314,7 +310,7 @@ def commit(
 
 
 def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
-    """Continue the members of a beam group as children of members; see beam_groups.py.
+    """Continue the members of a beam group as children of members.
 
     The caller appends the tokens, to the parent's tokens before this call.
     """
@@ -324,7 +320,6 @@ def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
-    """Return whether each row's result is still wanted, bool[R]."""
     slots = state.slots
     live = step.samples & (step.sample_numbers > slots.num_returned[step.slots])
     if slots.epochs is not step.epochs:
@@ -346,7 +341,7 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row of int32[R, W], `wanted` tokens long, after its first stop token.
 
-    Returns the rows' lengths, whether each was stopped, and the remaining tokens of all.
+    Returns lengths, whether rows were stopped, and the remaining tokens.
     """
     stopped = np.zeros(len(row_slots), np.bool_)
     num_new = wanted.astype(np.int32)
@@ -358,7 +353,7 @@ def _cut(
 
 
 def _give(editor: StateEditor, slots: np.ndarray) -> None:
-    """Send all known tokens of slots to the device; drop results in flight, which lack them."""
+    """Send all known tokens of slots to the device; drop results in flight."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -367,7 +362,7 @@ def _give(editor: StateEditor, slots: np.ndarray) -> None:
 
 
 def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
-    """Recompute the last known tokens of slots; drop steps in flight, which continued other tokens."""
+    """Recompute the last known tokens of slots; drop results in flight."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -379,7 +374,7 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
 
 
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
-    """Allocate blocks for slots with more tokens than capacity, preempting the last in rank as needed.
+    """Allocate blocks for slots that lack capacity, preempting the last in rank as needed.
 
     Adds to `table`; returns the ids of preempted requests.
     """

@@ -67,7 +67,7 @@ def leave(editor: StateEditor, limits: Limits, slot: int, request: Request) -> N
 
 
 def forget(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Remove the source of a failed request, which may be the cause, unless other requests use it."""
+    """Remove the source of a failed request, unless other requests use it."""
     source = editor.owner(slot).request.source
     if source is not None:
         editor.pool.forget(editor.sources[slot], _digests(source, limits))

@@ -139,7 +139,7 @@ class Slots(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """A fork of one member of a beam group: it continues as a child of another, or of itself."""
+    """A fork of one member of a beam group, which continues as a child of one."""
 
     target: int
     source: int
@@ -174,7 +174,7 @@ class State(NamedTuple):
     waiting: tuple[Waiting, ...]  # by rank
     slots: Slots
     running: tuple[Running | None, ...]  # by slot
-    tables: tuple[tuple[int, ...], ...]  # by slot: its blocks in order
+    tables: tuple[tuple[int, ...], ...]
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
@@ -245,7 +245,7 @@ class Plan(NamedTuple):
     epochs: np.ndarray  # int64[S]: identifies results of earlier owners
     starts: np.ndarray  # int32[R]: positions
     lengths: np.ndarray  # int32[R]
-    samples: np.ndarray  # bool[R]: reaches the end of its sequence, and the result is wanted
+    samples: np.ndarray  # bool[R]: reaches its sequence's end, with a wanted result
     sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled`, identifies unwanted results
     # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is column i · G + group.
     table: np.ndarray
@@ -354,7 +354,7 @@ class _OwnColumns:
 class StateEditor:
     """The next value of a state, within one call; parts are copied when they first change.
 
-    `slots` has the columns for reading, `own_slots` for writing in place.
+    `own_slots` has the columns of `slots` for writing.
     """
 
     def __init__(self, state: State) -> None:

@@ -46,10 +46,7 @@ def columns(limits: Limits, indices: range) -> range:
 def cut(
     limits: Limits, digests: Sequence[bytes], hits: list[int], find: Callable[[bytes], int | None]
 ) -> tuple[list[int], list[int]]:
-    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks.
-
-    `find` looks up the second group's block.
-    """
+    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks."""
     wanted, end = covered(limits), len(hits)
     near: list[int] = []
     at = end
@@ -87,7 +84,7 @@ def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, ta
 def extend(
     editor: StateEditor, limits: Limits, slot: int, start: int, length: int, spare: int, table: list[np.ndarray]
 ) -> int:
-    """Allocate the blocks of a prompt's chunk if `spare` are left over; return the tokens that fit."""
+    """Allocate the blocks of a chunk if `spare` are left over; return the tokens that fit."""
     end = int(editor.slots.num_freed[slot]) + len(editor.window_tables[slot])
     count = -(-(start + length) // limits.block_size) - end
     count = max(0, min(count, editor.window_pool.num_available - spare))
@@ -136,7 +133,7 @@ def grow(
 ) -> None:
     """Allocate the second group's blocks for a step; add them to `table`.
 
-    Decoding slots among `growing` get `counts`, as in the first group; prompts in `lacking`, one each.
+    Decoding slots among `growing` get `counts`, prompts in `lacking` one each.
     """
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)

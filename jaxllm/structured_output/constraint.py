@@ -115,7 +115,7 @@ class Constraint:
         self.check()
 
     def forced(self) -> list[int]:
-        """Return the forced next tokens, up to an end, without consuming them."""
+        """Return the forced next tokens, up to an end."""
         if self._is_free or self.openings or len(self.matchers) != 1 or self._error is not None:
             return []
         tokens = self.matchers[0].compute_ff_tokens()
@@ -148,7 +148,7 @@ class Constraint:
 def consume_released(matchers: Sequence[LLMatcher], token: int) -> None:
     """Let matchers consume a token without the GIL, which `LLMatcher.consume_token` holds for up to 0.1 s.
 
-    Those that do not allow it fail. `LLExecutor` releases the GIL only for two matchers or more.
+    `LLExecutor` releases it only for two matchers or more.
     """
     if not matchers:
         return

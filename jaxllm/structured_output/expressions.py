@@ -84,7 +84,7 @@ class _Edge(Enum):
 def translate(pattern: str, name: str = "regex") -> str:
     """Rewrite a Python regular expression in llguidance's dialect, with the same meaning.
 
-    Raises UserError if it is invalid, too long, or unsupported; messages begin with `name`.
+    Raises UserError if invalid, too long, or unsupported; messages begin with `name`.
     """
     return _Writer(name).write(pattern)
 
@@ -97,8 +97,7 @@ def translate_whitespace(pattern: str) -> str:
 def translate_pattern(pattern: str) -> str:
     r"""Translate a JSON schema pattern to an expression for the whole text.
 
-    Classes lose control characters that need a \\u escape, with which llguidance matches escaped quotes and
-    backslashes.
+    Classes lose control characters that need a \\u escape, with which llguidance matches escaped quotes.
     """
     return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
 

@@ -1,7 +1,4 @@
-"""Compile and cache grammars with llguidance, and compute masks of allowed tokens.
-
-Refuses constraints that it cannot follow exactly, in bounded work.
-"""
+"""Compile and cache grammars with llguidance, and compute masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -106,10 +103,7 @@ class Grammars:
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Compile a constraint, or find its grammars in the cache. Thread-safe.
-
-        Raises UserError if it is invalid, unsupported, or too expensive.
-        """
+        """Compile a constraint, or find it in the cache; raise UserError if it is refused. Thread-safe."""
         vocabulary = self._vocabulary()
         own = asked.alone()
         matcher, pace = self._matcher(own, lambda: _source(own), own.kind)
@@ -293,7 +287,7 @@ _TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     """Compile a grammar and try its first steps, which may exceed limits too.
 
-    Runs on a thread with stack for 4,096 levels of 2 kB, doubled.
+    Runs on a thread with a large stack: 4,096 levels of 2 kB, doubled.
     """
     made: list[LLMatcher] = []
 

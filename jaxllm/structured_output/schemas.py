@@ -30,8 +30,8 @@ _CLOSING = ("additionalProperties", "unevaluatedProperties")
 def prepare(schema: Any, close_objects: bool) -> Any:
     """Return a schema ready to compile; `close_objects` forbids unnamed properties.
 
-    Includes values of unknown keywords, which references may use (OpenAPI's "components"). Raises UserError for
-    references to other documents and llguidance's options.
+    Includes values of unknown keywords, which references may use. Raises UserError for references to other documents
+    and llguidance's options.
     """
     if isinstance(schema, list):
         return [prepare(each, close_objects) for each in schema]

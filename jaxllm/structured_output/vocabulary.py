@@ -72,8 +72,7 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Tokenize a text inside an output.
 
-        Greedy longest match if the tokenizer would change the text (normalizers, special tokens) or is confined, and so
-        slow.
+        Greedy longest match if the tokenizer would change the text, or is confined and so slow.
         """
         wanted = text.encode()
         for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():

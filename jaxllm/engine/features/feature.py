@@ -1,4 +1,4 @@
-"""`Feature`: hooks of the engine for options beyond plain sampling; table.py selects the features."""
+"""`Feature`: hooks of the engine for options beyond plain sampling."""
 
 from __future__ import annotations
 

@@ -83,10 +83,7 @@ class GrammarRows(Feature):
         step.is_held |= bool((self._is_constrained[step.plan.slots] & step.plan.samples).any())
 
     def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
-        """Let grammars consume the sampled tokens.
-
-        Rows also yield the tokens that their grammars force next, if all rows together have enough.
-        """
+        """Let grammars consume the sampled tokens; rows may also yield the tokens that these force next."""
         constrained = self._is_constrained[plan.slots]
         if not constrained.any():
             return
@@ -189,8 +186,8 @@ class GrammarRows(Feature):
     ) -> tuple[dict[int, list[int]], list[int]]:
         """Let grammars consume the tokens of rows; return the forced tokens that follow, and rows to be sampled again.
 
-        Threads do this for slow masks and after the time limit, and forced tokens are sampled one by one; with bans the
-        row yields no token now, and later the same one with the forced tokens.
+        Threads do this for slow masks and after the time limit. With bans the row then yields no token now, and later
+        the same one with the forced tokens.
         """
         until, found, dropped = self.core.clock() + CONSUME_SECONDS, dict[int, list[int]](), list[int]()
         for row, sequence in sorted(owners.items(), key=lambda each: self._constraint(each[1]).turn):
@@ -235,7 +232,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
     with _failing(sequence, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
-        # Forced tokens have no log-probabilities. The next one is sampled freely.
+        # Forced tokens have no log-probabilities.
         if token not in sequence.stop_ids and sequence.logprobs is None and not was_expected:
             forced = constraint.forced()
             end = next((at for at, each in enumerate(forced) if each in sequence.stop_ids), len(forced))
@@ -246,7 +243,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
 
 @contextmanager
 def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
-    """End the grammar, not the step, on an exception: a retry would feed other grammars twice."""
+    """End the grammar, not the step, on an exception: a retry would feed others twice."""
     try:
         yield
     except Exception:

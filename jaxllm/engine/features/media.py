@@ -66,7 +66,7 @@ class Images(Feature):
         self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)
 
     def claim(self, accepted: Accepted) -> None:
-        """Preprocess the images of a request and repeat their placeholders, for up to tens of milliseconds."""
+        """Preprocess the images of a request and repeat their placeholders."""
         given = accepted.given
         if not isinstance(given, Mapping) or KEY not in given:
             return

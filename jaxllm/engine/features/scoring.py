@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, and of more tokens than a step reports; see runner/scoring.py."""
+"""Log-probabilities of prompt tokens, and of more tokens than a step reports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Scoring(Feature):
             group.states[self.name] = PromptScores(count)
 
     def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
-        """Disable cached prefixes of scored prompts, and drafts of rows with more than a step reports."""
+        """Disable cached prefixes of scored prompts, and drafts of rows that report more than a step does."""
         if self.name in sequence.group.states and not sequence.index:
             fields["reads_cache"] = False
         if not 0 <= (sequence.params.logprobs or 0) <= MOST_LOGPROBS:

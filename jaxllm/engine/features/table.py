@@ -1,4 +1,4 @@
-"""The features of engines: factories, calls, and data types that a fleet sends."""
+"""The features of engines: factories, calls, and data types of fleets."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class AsyncAdapterCalls(ABC):
     @property
     @abstractmethod
     def engine(self) -> AdapterCalls:
-        """Raises UnavailableError while it is loading."""
+        """The engine; raises UnavailableError while it is loading."""
 
     @abstractmethod
     async def off_loop(self, function: Callable[..., Any], *arguments: Any, language: bytes | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""The adapters feature: gives each request its adapter, and each step those of its rows."""
+"""The adapters feature: the adapters of requests and steps."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter from its folder and keep it, unless removed during the read."""
+        """Read an adapter and keep it, unless removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -179,7 +179,7 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _language_of(self, folder: Path) -> Language:
-        """Return the language of an adapter's folder, shared by folders with equal files."""
+        """Return a folder's language, shared by equal files."""
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:

@@ -63,7 +63,7 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the parameters of a search's beams, whose sampled tokens are unused; refuse one that is too wide."""
+        """Set the parameters of a search's beams; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return

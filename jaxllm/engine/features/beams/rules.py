@@ -1,4 +1,4 @@
-"""Beam search as pure data, with the rules of transformers' `_beam_search`."""
+"""Beam search as pure data, with the rules of transformers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def choose(
 ) -> tuple[Search, list[Child]]:
     """Choose among the next tokens of all running beams; return the new state and the next step's beams.
 
-    `outputs` (tokens so far) and `likeliest` (candidates) are by member. Ties prefer the earlier beam.
+    `outputs` and `likeliest` are by member. Ties prefer the earlier beam.
     """
     candidates = sorted(
         (
@@ -112,7 +112,7 @@ def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> 
 
 
 def _placed(chosen: Sequence[tuple[int, int]]) -> list[Child]:
-    """Assign a sequence to each (parent, token): the parent's to its first child, unused ones to the others."""
+    """Assign a sequence to each (parent, token): the parent's to its first child."""
     parents = {parent for parent, _ in chosen}
     left = iter(sorted(set(range(len(chosen))) - parents))
     children = []

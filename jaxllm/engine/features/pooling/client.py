@@ -21,7 +21,7 @@ class PoolingClient(Protocol):
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput]:
-        """Yield the one output of a prompt to embed, classify or score; options as for `generate`."""
+        """Yield the one output of a prompt to embed, classify or score."""
         outputs = self.generate(prompt, pooling_params or PoolingParams(), request_id, **options)
         async with aclosing(outputs):
             async for output in outputs:

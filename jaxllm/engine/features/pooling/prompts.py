@@ -37,10 +37,7 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
 
 
 def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
-    """Check a prompt and its parameters; raise UserError if invalid.
-
-    `truncate_prompt_tokens` keeps the first and special tokens.
-    """
+    """Check a prompt and its parameters; raise UserError if invalid."""
     _check_params(params, model)
     text, ids, salt = parts_of(prompt, also="token_type_ids")
     longest, kept = model.max_model_len, params.truncate_prompt_tokens

@@ -1,4 +1,4 @@
-"""The pooling feature: runs requests that yield a vector, or refuses them."""
+"""The pooling feature: requests that yield a vector."""
 
 from __future__ import annotations
 

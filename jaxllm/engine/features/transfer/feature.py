@@ -90,7 +90,7 @@ class KvTransfer(Feature):
         accepted.states[self.name] = Transfer(params, digests)
 
     def needs(self, accepted: Accepted) -> Future[Mapping[Block, Row]] | None:
-        """Begin to pull the blocks of a prompt, or release them if this engine has them all."""
+        """Begin to pull the blocks of a prompt; release them if none is missing here."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.params.remote is None or self.consumer is None:
             return None

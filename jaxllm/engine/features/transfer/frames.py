@@ -1,4 +1,4 @@
-"""The messages of KV transfer: requests as JSON, and a frame (header and content) for each block."""
+"""The messages of KV transfer: requests as JSON, and frames of blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
 PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
-# Magic, fingerprints of both models, digest, group, bytes of both models' content; then a checksum of all other bytes.
+# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum of all other bytes.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
 FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
@@ -80,7 +80,7 @@ def unpack_names(packed: bytes) -> list[str]:
 
 
 def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -> bytes:
-    """Return the frame of a block, which begins with `num_own` bytes of the model; the rest is a draft model's."""
+    """Return the frame of a block: `num_own` bytes of the model, the rest a draft model's."""
     header = _HEADER.pack(MAGIC, *fingerprint, block.digest, block.group, num_own, len(content) - num_own)
     checksum = sha256(header)
     checksum.update(content)
@@ -88,7 +88,7 @@ def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -
 
 
 def unpack(frame: bytes, fingerprint: Fingerprint, sizes: Sequence[tuple[int, int]]) -> tuple[Block, memoryview, bool]:
-    """Return a frame's block and content, and whether it has draft content that fits this engine's draft model.
+    """Return a frame's block and content, and whether its draft content fits this engine.
 
     `sizes`: bytes of both models, by group. Raises FrameError for a damaged frame, or one of another model.
     """

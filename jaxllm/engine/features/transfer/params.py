@@ -31,7 +31,7 @@ class TransferParams:
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:
-    """Read a request's transfer, if any; raise UserError if the engine's role or settings forbid it."""
+    """Read a request's transfer, if any; raise UserError for one that is not allowed."""
     if given is None:
         return None
     if not isinstance(given, Mapping):

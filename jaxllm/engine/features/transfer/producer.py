@@ -1,4 +1,4 @@
-"""The producer of KV transfer: keeps the blocks of prompts for a while, and sends them over gRPC."""
+"""The producer of KV transfer: keeps the blocks of prompts, and sends them over gRPC."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def digest_of(about: Any) -> bytes:
 def receive_blocks(
     scheduler: RecordedScheduler, runner: Runner, owner: int, blocks: Sequence[tuple[int, int, Row]]
 ) -> int:
-    """Put blocks of a waiting request's prompt, (group, index, content), into the host's tier; return how many."""
+    """Put blocks of a waiting request's prompt into the host's tier; return how many."""
     places = scheduler.receive(owner, [(group, index) for group, index, _ in blocks])
     for (group, _, row), place in zip(blocks, places, strict=True):
         if place >= 0:

@@ -1,4 +1,4 @@
-"""Engine calls that pause, sleep, wake and update weights, by vLLM's names."""
+"""Engine calls that pause, sleep, wake and update weights."""
 
 from __future__ import annotations
 
@@ -81,8 +81,7 @@ class WeightCalls(ABC):
     ) -> list[RequestOutput]:
         """Pause (level 0), and free the memory of `tags`: level 1 moves weights to the host, level 2 drops them.
 
-        `tags` are "weights" and "kv_cache", by default both. Kept requests are computed again after `wake_up`. Returns
-        as `pause`.
+        `tags` are "weights" and "kv_cache", by default both. Returns as `pause`.
         """
         own, chosen = self.weights, self.check_sleep(level, tags)
         outputs = self.pause(mode)
@@ -105,7 +104,7 @@ class WeightCalls(ABC):
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
         """Bring the `tags` back, by default all; resume if all are awake, and return whether steps may run.
 
-        Weights that level 2 dropped are read again from their folder; arrays must come by `update_weights`.
+        Dropped weights are read again; arrays must come by `update_weights`.
         """
         own, chosen = self.weights, check_tags(tags)
         own.check_switched_on()

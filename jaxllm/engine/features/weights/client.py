@@ -1,4 +1,4 @@
-"""Calls of servers that sleep, wake and update weights: a protocol, for one engine and a fleet."""
+"""Calls of servers that sleep, wake and update weights, of one engine and of a fleet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The state of sleep, pause and weight updates, and the weight version of each token.
-
-A request's state is a list of `Since`; steps cost nothing.
-"""
+"""The state of sleep, pause and weight updates, and the weight version of each token."""
 
 from __future__ import annotations
 
