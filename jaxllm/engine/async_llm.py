@@ -140,7 +140,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, of which only constant attributes may be used outside its thread."""
+        """The engine, of which only constant attributes are safe outside its thread."""
         if self._engine is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._engine

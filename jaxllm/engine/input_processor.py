@@ -54,8 +54,7 @@ class InputProcessor:
     ) -> Accepted:
         """Validate and tokenize a request; raise UserError if it is invalid. Thread-safe.
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt" and
-        "token_type_ids". `options` are those of features.
+        `prompt` is as in `parts_of`, for a pooling model with "token_type_ids". `options` are those of features.
         """
         unknown = options.keys() - self._features.options
         if unknown:
@@ -250,7 +249,7 @@ def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of forbidden words, each without and with a leading space.
 
-    vLLM drops the second if its number of tokens differs, and so allows such words.
+    vLLM drops the second if its number of tokens differs.
     """
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}

@@ -1,7 +1,6 @@
 """Threads that read adapters and use their tokenizers and templates, for one event loop.
 
-A language has at most one thread. Two tasks over their limits bar a client from it for a while, but not from reading
-adapters.
+A language has at most one. Two tasks over their limits bar a client from it for a while, but not from reading.
 """
 
 from __future__ import annotations

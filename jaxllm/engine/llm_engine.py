@@ -31,8 +31,5 @@ class LLMEngine(EngineCore, SteppedCalls):
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid.
-
-        `options` are those of features, for example `lora_request`.
-        """
+        """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid."""
         self.add([self.accept(request_id, prompt, params, priority, **options)])

@@ -1,4 +1,4 @@
-"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text."""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class SequenceGroup:
     """A request: a prompt and its `n` sequences."""
 
     request_id: str
-    internal_id: str  # `request_id` may be reused before this request ends
+    internal_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics

@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 LEAST_SECONDS = 1e-9  # gRPC's durations have nanoseconds
 MAX_SECONDS = 10**9  # 30 years, the limit of timers
 _MOST_THREADS = 4  # more would wait for Python's lock
-# Default bounds of the queue, the larger of two: 90 MB with 4,000 prompts of 256 tokens.
+# Default bounds, the larger of two: 90 MB with 4,000 prompts of 256 tokens.
 LEAST_QUEUED = 4096
 QUEUED_PER_SLOT = 4
 LEAST_QUEUED_TOKENS = 2**20  # or 16 contexts
@@ -258,7 +258,7 @@ class StreamingEngine:
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for the work of `_needs` or the request's end; return the request, perhaps changed."""
+        """Wait for `needed` or the request's end; return the request, perhaps changed."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:
@@ -336,8 +336,8 @@ class StreamingEngine:
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Refuse requests and stop computing until `resume`.
 
-        Running requests are aborted, awaited ("wait") or suspended ("keep"). The cache is cleared unless `clear_cache`
-        is False or suspended requests need it.
+        Running requests are aborted, awaited ("wait") or suspended ("keep"). The cache is cleared by default unless
+        these need it.
         """
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")

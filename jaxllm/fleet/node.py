@@ -91,7 +91,7 @@ async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.St
 
 
 class Node:
-    """A connection to a front end, and an `Observer` of the engine, for the event loop."""
+    """A connection to a front end, and an `Observer` of the engine."""
 
     def __init__(self, engine: AsyncLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Some replicas compute prompts, others continue them. Used on the event loop."""
+"""Some replicas compute prompts, others continue them."""
 
 from __future__ import annotations
 

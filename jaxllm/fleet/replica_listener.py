@@ -1,6 +1,6 @@
 """The listener for replicas on other machines, and the greeting that authenticates them.
 
-Of an unauthenticated connection, 1 KiB is read and not decoded. At most 16 are open; a new one replaces the oldest.
+Of an unauthenticated connection, 1 KiB is read and not decoded; a new one replaces the oldest of 16.
 """
 
 from __future__ import annotations

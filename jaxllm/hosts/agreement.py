@@ -93,7 +93,7 @@ def own_config(config: EngineConfig, settings: HostSettings) -> EngineConfig:
 
 
 def offer(config: EngineConfig) -> Offer:
-    """Choose as if alone, before anything large is read; raise UserError for unsupported models."""
+    """Choose as if alone; raise UserError for unsupported models."""
     setup = prepare(config)
     if setup.head is not None:
         raise combinations.refusal("num_hosts", combinations.POOLS)

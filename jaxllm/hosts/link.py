@@ -1,4 +1,4 @@
-"""A connection between the leader and a follower: frames of plain data, after proofs of the group's key.
+"""A connection between the leader and a follower, after proofs of the group's key.
 
 A frame is a length of four bytes and a msgpack value, never decoded into classes. The key does not encrypt: like NCCL
 and gloo, a group needs a private network.

@@ -1,7 +1,7 @@
 """Sampling: turn a step's logits into tokens, traced inside the step.
 
-A row depends only on its logits, seed and position, not on the batch. Letters: Vx columns of a shard, Z masked stop
-ids, E entries of logit_bias, W tokens of bad words.
+A row depends only on its logits, seed and position. Letters: Vx columns of a shard, Z masked stop ids, E entries of
+logit_bias, W tokens of bad words.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ def admit(
             budget -= num_tokens
             num_running += len(members)
             continue
-        # The last known token is computed, for its logits.
         readable = (entry.num_tokens - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)

@@ -124,7 +124,7 @@ class EncoderEditor:
                 return False
             self._num_encoded += segment.length
             self.encodes.append(Encode(sequence_id, index, units))
-        self._entries[segment.digest] = units  # most recently used
+        self._entries[segment.digest] = units
         self._kept.add(segment.digest)
         return True
 

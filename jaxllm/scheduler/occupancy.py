@@ -63,7 +63,6 @@ def vacate(
             swap(0, digests, table)
             if limits.window:
                 swap(windowed.GROUP, digests[int(editor.slots.num_freed[slot]) :], editor.window_tables[slot])
-        # Indexed even if the prompt's last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
         if limits.window:

@@ -1,4 +1,4 @@
-"""The scheduler with its state, and a recorder of all calls for `jaxllm replay`."""
+"""The scheduler with its state, and a recorder of all calls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Recorder(Protocol):
 
 
 class RecordedScheduler:
-    """The scheduler's state, with the functions of scheduler.py as methods. Owns the requests' tokens."""
+    """The scheduler's state, with the functions of scheduler.py as methods."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
         self.limits = limits

@@ -1,6 +1,6 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-Token ids matter only as the content of blocks. Letters: S slots, R rows of a plan, P tokens per block.
+Letters: S slots, R rows of a plan, P tokens per block.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Remove requests and their beam groups in any phase, and release their blocks; ignore unknown ids."""
+    """Remove requests and their beam groups, and release their blocks; ignore unknown ids."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
     queue = [entry.request for entry in state.waiting if entry.request.beam_group]
@@ -262,7 +262,7 @@ def commit(
         row_slots, sample_numbers, yielded = row_slots[rows], sample_numbers[rows], yielded[rows]
     limit, num_tokens = slots.limit[row_slots], slots.num_tokens[row_slots] + 1
     ended = num_tokens >= limit
-    if counts is None and not (ended.any() and (num_tokens > limit).any()):  # usual
+    if counts is None and not (ended.any() and (num_tokens > limit).any()):
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, yielded)
         ended |= stopped

@@ -144,8 +144,7 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
     The next query is at `num_computed`, or at the last known token if recomputed. Its window counts from the first
-    token of its block, so that the prefix can be hit again. Slots without work keep theirs: a plan without rows is not
-    sent.
+    token of its block, so that the prefix can be hit again. Slots without work keep theirs.
     """
     slots = editor.slots
     begins = np.minimum(slots.num_computed, slots.num_tokens - 1) // limits.block_size - covered(limits)

@@ -45,7 +45,7 @@ class Constraint:
         self.job: Job | None = None
         self.again: int | None = None  # dropped token that the thread consumes: the only one allowed next …
         self.due: list[int] = []  # … and forced tokens after it
-        self.num_late = 0  # steps
+        self.num_late = 0
         self._seconds = _GUESS
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # union over all grammars: int32[W]
@@ -58,7 +58,7 @@ class Constraint:
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids
         self.expected: list[int] = []
-        self._end = b""  # may begin a mark
+        self._end = b""
         self._error: str | None = None
 
     def _begin(self, origins: Sequence[LLMatcher]) -> None:

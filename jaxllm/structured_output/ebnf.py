@@ -1,7 +1,4 @@
-"""Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect.
-
-Refuses constructs that llguidance interprets differently or ignores.
-"""
+"""Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect, or refuse them."""
 
 from __future__ import annotations
 

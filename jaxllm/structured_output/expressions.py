@@ -1,7 +1,6 @@
 r"""Translate Python regular expressions to llguidance's dialect, with the matches of `re.fullmatch`.
 
-Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, `\S` and U+001C to U+001F, lazy
-quantifiers.
+Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, lazy quantifiers.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class Grammars:
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
         """Write masks into rows of int32[R, ceil(V/32)], a bit per allowed token; return the rows not written.
 
-        No mask but the first begins after `until`, in `time.perf_counter`. A failed constraint's row is zero.
+        No mask but the first begins after `until`, in `time.perf_counter`; a failed constraint's is zero.
         """
         work: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:

@@ -1,4 +1,4 @@
-"""Check JSON schemas and close their objects before compilation, in bounded time and stack."""
+"""Check JSON schemas and close their objects, in bounded time and stack."""
 
 from __future__ import annotations
 

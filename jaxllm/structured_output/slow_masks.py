@@ -1,6 +1,6 @@
-"""Threads that compute slow masks during steps, without the GIL.
+"""Threads that compute slow masks during steps.
 
-llguidance locks a grammar's lexer during a mask, so one thread at a time uses it.
+One thread at a time uses a grammar's lexer, which llguidance locks during a mask.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _transfer(core: Core) -> Feature:
 
 def _media(core: Core) -> Feature | None:
     sources = core.language.model.sources
-    if sources is not None and sources.sound is not None:  # the encoder's
+    if sources is not None and sources.sound is not None:
         return None
     return (NoImages if core.runner.encoder is None else Images)(core)
 

@@ -1,4 +1,4 @@
-"""Adapter calls for servers: a protocol, for one engine and a fleet."""
+"""Adapter calls of servers."""
 
 from __future__ import annotations
 

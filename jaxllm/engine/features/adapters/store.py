@@ -1,7 +1,4 @@
-"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
-
-Digest and number identify an adapter's content elsewhere.
-"""
+"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class BeamSearches(Feature):
             shows_stop = beams.include_stop_str_in_output
             group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
             for sequence in group.sequences:
-                sequence.logprobs = None  # used only by the search
+                sequence.logprobs = None
 
     def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
         if self.name in sequence.group.states:

@@ -1,7 +1,4 @@
-"""The consumer of KV transfer: pulls a prompt's blocks in a thread, until a deadline.
-
-A heartbeat renews the leases of slow or waiting pulls.
-"""
+"""The consumer of KV transfer: pulls a prompt's blocks in a thread, until a deadline; heartbeats renew its leases."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""The blocks that a producer keeps for pulls: a bounded buffer. Thread-safe.
-
-A lease ends when released, or a time after its last pull or heartbeat.
+"""The blocks that a producer keeps for pulls, until released or some time after the last pull or heartbeat.
+Thread-safe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of servers that sleep, wake and update weights, of one engine and of a fleet."""
+"""Calls of servers that sleep, wake and update weights."""
 
 from __future__ import annotations
 
