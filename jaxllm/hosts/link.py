@@ -47,7 +47,7 @@ class Link:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, *message: Any) -> None:
-        """Send a message; raise OSError."""
+        """Send, or raise OSError."""
         frame = _frame(message)
         with self._lock:
             self._socket.sendall(frame)

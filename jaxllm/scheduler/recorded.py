@@ -58,7 +58,7 @@ class Recorder(Protocol):
 
 
 class RecordedScheduler:
-    """The scheduler's state, with the functions of scheduler.py as methods."""
+    """The scheduler's state, with the functions of scheduler.py as methods; owns request tokens."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
         self.limits = limits
