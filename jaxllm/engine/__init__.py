@@ -1,1 +1,1 @@
-"""Requests in, outputs out: the loop over scheduler and runner, and the Python API."""
+"""The loop over scheduler and runner, and the Python API."""

@@ -1,4 +1,4 @@
-"""`Accepted`: a validated request, before its sequences are made."""
+"""`Accepted`: a validated request."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class Accepted:
-    """Filled in by `InputProcessor.accept` and features, constant afterwards."""
+    """Filled in by `InputProcessor.accept` and features, then constant."""
 
-    request_id: str  # the caller's
-    internal_id: str  # the engine's, unique among running requests
-    name: str  # for logs and recordings
+    request_id: str
+    internal_id: str  # unique among running requests
+    name: str
     given: Prompt
-    asked: RequestParams | None  # parameters from the caller
-    options: Mapping[str, Any]  # further arguments, named in `Feature.options`
+    asked: RequestParams | None
+    options: Mapping[str, Any]  # named in `Feature.options`
     priority: int
     language: Language
-    params: SamplingParams  # of each sequence
+    params: SamplingParams
     packed: SamplingParams | None = None  # for the device, if different
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] = ()
     salt: bytes = b""
-    content: bytes = b""  # digest of further inputs of its cached blocks
-    limit: int = 0  # most tokens of prompt and output together
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences
+    content: bytes = b""  # digest of further inputs of its blocks
+    limit: int = 0  # most tokens with the prompt
+    bad_words: tuple[tuple[int, ...], ...] = ()
     num_sequences: int = 1
     sequence_type: type[Sequence] = Sequence
-    states: dict[str, Any] = field(default_factory=dict)  # of features, by name
+    states: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""`AsyncLLM`: one engine in a thread, with async iterators of outputs for any number of readers.
-
-All methods belong to the event loop that called `start`.
-"""
+"""`AsyncLLM`: one engine in a thread; all methods belong to the event loop that called `start`."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MANY_IDS = 2**16  # token ids of a prompt; longer ones are checked in a thread: 5 ms
-LONG_TEXT = 4096  # characters; longer prompts are tokenized off the event loop: about a millisecond
+_MANY_IDS = 2**16  # of a prompt; longer ones are checked in a thread: 5 ms
+LONG_TEXT = 4096  # characters; longer prompts are tokenized in a thread: about 1 ms
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
@@ -62,13 +59,13 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         model: str | EngineConfig | None = None,
         *,
         progress: bool = False,
-        max_queued_requests: int | None = None,  # sequences waiting for a slot; None: see `most_queued`
-        max_queued_tokens: int | None = None,  # of their prompts; None: see `most_queued_tokens`
-        hang_timeout: float = 8.0,  # seconds; an engine in a longer step counts as hung
+        max_queued_requests: int | None = None,  # waiting sequences; None: see `most_queued`
+        max_queued_tokens: int | None = None,  # of prompts; None: see `most_queued_tokens`
+        hang_timeout: float = 8.0,  # seconds; a longer step counts as hung
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,  # the engine's parts, including its clock; None: loaded from the model
+        parts: Parts | None = None,  # None: loaded from the model
         thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -93,7 +90,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **bounds: Any) -> AsyncLLM:
-        """Make an engine, not yet started, from `AsyncEngineArgs`; `bounds` are as for the constructor."""
+        """Make an engine, not yet started, from `AsyncEngineArgs`."""
         return cls(engine_args, **bounds)
 
     async def _begin(self) -> None:
@@ -118,7 +115,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is available
+        except RuntimeError:
             self._thread = None
             raise
 
@@ -129,7 +126,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
     async def close(self, timeout: float = 30.0) -> bool:
         """Stop the engine, failing unfinished requests, and free the device's memory.
 
-        Returns whether the engine's thread ended within `timeout` seconds; a hanging step is abandoned.
+        Returns whether the thread ended within `timeout` seconds.
         """
         await super().close(timeout)
         closed = EngineDeadError("The engine was closed.")
@@ -143,14 +140,13 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine, for its constant attributes; all else belongs to its thread."""
+        """The engine, of which only constant attributes are safe outside its thread."""
         if self._engine is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._engine
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         return self.engine.model
 
     @property
@@ -160,11 +156,10 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
 
     @property
     def engines(self) -> Sequence[EngineView]:
-        """This engine, as a sequence of one."""
         return (self,)
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer after each step and each finished request; `number` is 0."""
+        """Call an observer after each step and each finished request."""
         self._observers.append(observer)
 
     async def drain_replica(self, number: int) -> None:
@@ -197,7 +192,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         await super().resume()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """See `StreamingEngine.drain`; requests that a sleeping engine keeps fail at once."""
+        """See `StreamingEngine.drain`; requests kept by a sleeping engine fail at once."""
         if self._sleeps:
             self._streams.fail_all(DrainingError("The server is shutting down while its engine sleeps."))
         return await super().drain(timeout)
@@ -208,7 +203,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         return UnavailableError("The engine sleeps; call wake_up.") if is_asleep else error
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
-        """Trace the next `num_steps` steps and log the trace's path. Streams wait while it is written."""
+        """Trace the next `num_steps` steps and log the trace's path. Streams wait for it."""
         await self._call(lambda engine: engine.start_profile(folder, num_steps))
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
@@ -299,11 +294,11 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
             try:
                 stream = self._streams.of_internal_id(output.internal_id)
                 if stream is None:
-                    continue  # its reader closed it
+                    continue
                 delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:  # fails one request; the others of the step go on
+            except Exception:
                 _log.exception("an output could not be handed over")
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:
@@ -340,4 +335,4 @@ def _set_exception(future: asyncio.Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-AsyncLLMEngine = AsyncLLM  # its name in vLLM
+AsyncLLMEngine = AsyncLLM

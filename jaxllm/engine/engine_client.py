@@ -1,7 +1,4 @@
-"""`EngineClient`: the interface of `AsyncLLM` and `FleetLLM` to servers.
-
-`SteppedEngine` is its counterpart for callers without an event loop.
-"""
+"""`EngineClient`: the interface of `AsyncLLM` and `FleetLLM` to servers; `SteppedEngine`: one without an event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class EngineView(Protocol):
-    """One engine, for metrics and status pages; no method waits."""
+    """One engine, for metrics and status pages."""
 
     @property
     def config(self) -> EngineConfig: ...
@@ -34,9 +31,7 @@ class EngineView(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
-    def model(self) -> ModelInfo:
-        """Raises UnavailableError while the model is loading."""
-        ...
+    def model(self) -> ModelInfo: ...
 
     @property
     def state(self) -> EngineState: ...
@@ -47,10 +42,7 @@ class EngineView(Protocol):
 
 
 class EngineClient(EngineView, ClientCalls, Protocol):
-    """An engine or a fleet. All methods belong to the event loop that called `start`.
-
-    features/table.py adds the calls of features.
-    """
+    """An engine or a fleet; all methods belong to the event loop that called `start`."""
 
     max_queued_requests: int | None
     max_queued_tokens: int | None
@@ -79,7 +71,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     async def wait_dead(self) -> BaseException: ...
 
     def add_observer(self, observer: Observer, number: int = 0) -> None:
-        """Call an observer after each step and each finished request."""
+        """Call an observer after each step and finished request."""
 
     def generate(
         self,
@@ -106,7 +98,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         """Raise EngineDeadError or UnavailableError unless requests are accepted."""
 
     def check_room(self) -> None:
-        """Raise OverloadedError or UnavailableError if every request would be refused."""
+        """Raise OverloadedError or UnavailableError if it would refuse every request."""
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
         """Raise OverloadedError if the queue would exceed its bounds."""
@@ -119,13 +111,9 @@ class EngineClient(EngineView, ClientCalls, Protocol):
         *arguments: Any,
         client: str | None = None,
         language: bytes | None = None,
-    ) -> Result:
-        """Run a slow function in a thread; see `StreamingEngine.off_loop`."""
-        ...
+    ) -> Result: ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache; return False if requests run."""
-        ...
+    async def reset_prefix_cache(self) -> bool: ...
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         """Trace the next `num_steps` steps."""
@@ -150,7 +138,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
 
 
 class SteppedEngine(SteppedClientCalls, Protocol):
-    """An engine or a fleet that one thread adds to, steps and aborts; see `LLMEngine`."""
+    """An engine or a fleet that one thread steps; see `LLMEngine`."""
 
     config: EngineConfig
 
@@ -165,7 +153,7 @@ class SteppedEngine(SteppedClientCalls, Protocol):
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Any:
-        """Validate a request and return it for `add`."""
+        """Validate a request for `add`."""
         ...
 
     def add_request(

@@ -1,4 +1,4 @@
-"""The engine's step loop: plan a step, dispatch it, commit its result, and make outputs."""
+"""The engine's step loop: plan, dispatch, commit, and make outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
 _log = logging.getLogger(__name__)
-StuckSequences = list[tuple[Output, str]]  # cannot continue, and the reason
+StuckSequences = list[tuple[Output, str]]  # with the reason
 
 
 class EngineCore:
@@ -57,7 +57,7 @@ class EngineCore:
         self.model = parts.model
         self.runner = parts.runner
         self.start_phases = parts.start_phases
-        self.num_rows = 0  # in the last step
+        self.num_rows = 0
         self._clock = parts.clock
         limits = self.runner.limits
         self.scheduler = RecordedScheduler(limits, recorder)
@@ -80,28 +80,24 @@ class EngineCore:
         self.outputs.withholds = self.features.withholds
         self.outputs.shows, self.outputs.forgets = self.features.show, self.features.forget
         self.inputs = InputProcessor(config, parts.language, limits, self.runner.extras, self.features)
-        self._depth = 2 if config.async_scheduling else 1  # most steps in flight
-        # The second of two steps may be a `HeldStep` until the first is committed.
+        self._depth = 2 if config.async_scheduling else 1
+        # The second may be a `HeldStep` until the first is committed.
         self._in_flight: deque[tuple[Plan, Flight]] = deque()
-        self._planned: Plan | None = None  # the dispatched or awaited step
+        self._planned: Plan | None = None
         self._failed_steps = FailedSteps()
-        self.held: str | None = None  # why no step may run, see features/weights
+        self.held: str | None = None  # why no step may run
         self._profile: Profile | None = None
-        self._counted: tuple[Waiting, ...] = ()  # counted in `_waiting_tokens`
+        self._counted: tuple[Waiting, ...] = ()
         self._waiting_tokens = 0
         self._is_closed = False
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> Accepted:
-        """Validate and tokenize a request; see `InputProcessor.accept`."""
         return self.inputs.accept(request_id, prompt, params, priority, options)
 
     def add(self, requests: Sequence[Accepted]) -> None:
-        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use.
-
-        Waits for what features need, for example KV blocks of another engine, which have a deadline.
-        """
+        """Queue requests; raise RequestIdInUseError, without queuing any, if an id is in use."""
         self._check_open()
         ids = set(self.outputs.groups)
         for accepted in requests:
@@ -111,7 +107,7 @@ class EngineCore:
                 )
             ids.add(accepted.internal_id)
         needed = [future for needs in self.features.needs for each in requests if (future := needs(each)) is not None]
-        for future in needed:  # an `AsyncLLM` has waited for them
+        for future in needed:
             with suppress(CancelledError):
                 future.result()
         made = [self.inputs.make_group(accepted, self._clock()) for accepted in requests]
@@ -135,7 +131,7 @@ class EngineCore:
     ) -> RequestOutput | list[RequestOutput] | None:
         """Abort requests and free their blocks; return the last output, or None for an unknown id.
 
-        Several ids give a list, of the known ones.
+        Several ids give a list.
         """
         if not isinstance(request_ids, str):
             return self.abort_requests([(request_id, reason) for request_id in request_ids])
@@ -150,7 +146,7 @@ class EngineCore:
 
     def load(self) -> Load:
         state, metrics = self.scheduler.state, self.metrics
-        if state.waiting is not self._counted:  # few steps change the queue
+        if state.waiting is not self._counted:
             self._counted, self._waiting_tokens = state.waiting, sum(entry.num_tokens for entry in state.waiting)
         further: dict[str, Any] = {}
         for load in self.features.load:
@@ -167,14 +163,12 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work."""
         return self.held is None and bool(self.outputs.groups)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
 
-        With `EngineConfig.async_scheduling` the next step is dispatched first, without knowing which requests this one
-        ends; their rows are dropped.
+        With `EngineConfig.async_scheduling` the next step is dispatched first.
         """
         self._check_open()
         if self.held is not None:
@@ -234,13 +228,13 @@ class EngineCore:
             self.metrics.generated_tokens += len(events.tokens)
             outputs += self.outputs.take_in(result, events)
             try:
-                ended += self._end_stuck(stuck)  # sequences that their text did not end
+                ended += self._end_stuck(stuck)  # text ended the others
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
     def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Pass a committed step to features; if one raises, end its requests in the step."""
+        """Pass a committed step to features; end its requests if one raises."""
         ended: list[SequenceGroup] = []
         for feature in self.features.taking_in:
             try:
@@ -255,7 +249,7 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Return None if all requests wait for tokens in flight."""
+        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)
@@ -327,7 +321,7 @@ class EngineCore:
     def _recover(self, error: Exception) -> list[RequestOutput]:
         """Restart with an empty cache after a failed step, recomputing running requests.
 
-        Ends the request at fault, or the largest one if memory is exhausted, and returns its last output.
+        Ends the request at fault, or the largest if memory is exhausted, and returns its last output.
         """
         plan, self._planned = self._planned, None
         self._in_flight.clear()
@@ -364,12 +358,10 @@ class EngineCore:
         return True
 
     def recompute(self) -> None:
-        """Clear all caches; running requests return to the queue with their tokens."""
         self._in_flight.clear()  # a replay cannot apply a plan across a reset
         self.scheduler.reset()
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
-        """Trace the next `num_steps` steps into `folder`."""
         self._check_open()
         self._profile = Profile(folder, num_steps)
         return self._profile

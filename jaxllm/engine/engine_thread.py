@@ -32,7 +32,7 @@ class Listeners:
 
     ready: Callable[[LLMEngine], None]
     deliver: Callable[[list[RequestOutput], StepReport | None], None]
-    refused: Callable[[str], None]  # internal id
+    refused: Callable[[str], None]
     block_events: Callable[[float, int, tuple[BlockEvent, ...]], None]  # Unix time, block size, changes
     died: Callable[[BaseException], None]
 
@@ -50,7 +50,7 @@ class EngineThread:
         inbox: Inbox,
         loop: asyncio.AbstractEventLoop,
         listeners: Listeners,
-        parts: Parts | None = None,  # None: load the model
+        parts: Parts | None = None,
         prepare: Callable[[LLMEngine], None] = lambda engine: None,  # called before `ready`
     ) -> None:
         self.load = Load()
@@ -65,7 +65,7 @@ class EngineThread:
         self._parts = parts
         self._prepare = prepare
         self._clock = time.monotonic if parts is None else parts.clock
-        self._speeds: deque[tuple[float, int]] = deque()  # (time, generated tokens)
+        self._speeds: deque[tuple[float, int]] = deque()
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
 
     def start(self) -> None:
@@ -76,7 +76,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def call_back(self, function: Callable[..., None], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self) -> None:
@@ -162,7 +162,7 @@ class EngineThread:
         try:
             if added:
                 engine.add(added)
-        except Exception:  # caused by one request: add each alone
+        except Exception:  # one request may be the cause
             for accepted in added:
                 try:
                     engine.add([accepted])

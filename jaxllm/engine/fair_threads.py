@@ -1,7 +1,4 @@
-"""A thread pool for slow work off the event loop, shared round-robin between clients.
-
-A client (or group) never occupies the last free thread. Belongs to one event loop.
-"""
+"""A thread pool for slow work off one event loop."""
 
 from __future__ import annotations
 
@@ -17,25 +14,24 @@ _NOBODY = object()
 
 
 class FairThreads:
-    """A fair pool of at least two threads.
+    """At least two threads, which serve clients in turn.
 
-    Clients take turns. `share` limits the threads of a group of clients, by default of each client; clients of the
-    group None are not limited.
+    `share` limits the threads of a group, by default of each client; the group None is not limited.
     """
 
     def __init__(
         self,
         num_threads: int,
         name: str,
-        share: int | None = None,  # most threads of one group; None: all but one
+        share: int | None = None,  # threads of a group; None: all but one
         group_of: Callable[[Any], Hashable] = lambda client: client,
     ) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
-        self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in service order
+        self._running: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
@@ -49,7 +45,7 @@ class FairThreads:
             raise
         try:
             work = loop.run_in_executor(self._pool, function, *arguments)
-        except RuntimeError:  # shut down
+        except RuntimeError:
             self._give_back(client)
             raise
         work.add_done_callback(partial(self._ended, client))
@@ -66,7 +62,7 @@ class FairThreads:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # moved to the end
+                self._waiting[client] = turns
             if turn.done():
                 continue  # `_withdraw` runs later
             turn.set_result(None)
@@ -82,7 +78,7 @@ class FairThreads:
             self._give_back(client)
             return
         turns = self._waiting.get(client, deque())
-        if turn in turns:  # else `_hand_out` removed it
+        if turn in turns:
             turns.remove(turn)
             if not turns:
                 del self._waiting[client]

@@ -1,7 +1,6 @@
-"""Fetches of KV blocks into the host's tier, ahead of the admission of the requests that begin with them.
+"""Fetches of KV blocks into the host's tier, before the admission of the requests that begin with them.
 
-Plans pass over a request while its blocks are fetched, for `MOST_SECONDS` at most; then it runs with those fetched so
-far. The scheduler's calls are recorded, so a replay needs no source.
+Plans pass over these for at most `MOST_SECONDS`. The scheduler's calls are recorded, so a replay needs no source.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from jaxllm.scheduler import fetching
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Plan, State
 
-AHEAD = 8  # waiting requests, from the first, for which blocks are fetched
-MOST_SECONDS = 1.0  # of a fetch
-REST_SECONDS = 10.0  # without fetches after one that took longer
-WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; new requests wait too
+AHEAD = 8  # waiting requests with fetches
+MOST_SECONDS = 1.0
+REST_SECONDS = 10.0  # without fetches after a late one
+WAIT_SECONDS = 0.005  # of a step in which all requests wait for blocks; also delays new ones
 
 
 @dataclass
@@ -27,11 +26,11 @@ class Fetch:
 
     ticket: int
     began: float
-    blocks: dict[tuple[int, int], bytes]  # digests by group and index, not here yet
+    blocks: dict[tuple[int, int], bytes]  # digests by group and index
 
 
 class Fetches:
-    """Fetches from one source. `update` precedes each plan, `expect` follows it."""
+    """Fetches from one source; call `update` before each plan, `expect` after it."""
 
     def __init__(
         self, source: BlockSource, scheduler: RecordedScheduler, runner: Runner, clock: Callable[[], float]
@@ -41,7 +40,7 @@ class Fetches:
         self._runner = runner
         self._clock = clock
         self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
-        self._seen: set[int] = set()  # requests near the head of the queue that were considered
+        self._seen: set[int] = set()  # considered requests near the head of the queue
         self._rests_since: float | None = None
 
     def update(self) -> None:
@@ -83,13 +82,13 @@ class Fetches:
             self._source.expect({(each.plan, each.group, each.block): each.digest for each in own})
 
     def wait(self) -> bool:
-        """Wait a short time for blocks; return False at once if no request waits for any."""
+        """Wait a short time for blocks, if any are wanted; return whether they are."""
         if self._fetches:
             self._source.wait(WAIT_SECONDS)
         return bool(self._fetches)
 
     def forget(self, before: State, failed: Collection[int]) -> None:
-        """Forget the blocks of requests with results that are not finite; `before` is the state in which they ran."""
+        """Forget the blocks of requests with non-finite results, which ran in state `before`."""
         records = [each for each in before.running if each is not None and each.request.sequence_id in failed]
         gone = {digest for each in records for digest in each.digests}
         self._source.forget(gone)

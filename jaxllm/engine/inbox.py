@@ -1,4 +1,4 @@
-"""The queue of requests and calls from the event loop to the engine's thread."""
+"""The queue of requests and calls to the engine's thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Taken(NamedTuple):
 
 
 class Inbox:
-    """A thread-safe queue with one consumer, the engine's thread."""
+    """A thread-safe queue for the engine's thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,6 @@ class Inbox:
             self._changed.notify()
 
     def counts(self) -> tuple[int, int]:
-        """Return the unsettled sequences and their prompt tokens."""
         return self._num_sequences, self._num_tokens
 
     def take(self, is_idle: bool) -> Taken:
@@ -77,7 +76,7 @@ class Inbox:
             return taken
 
     def settle(self, added: list[Accepted]) -> None:
-        """Stop counting requests that the engine's load includes from now on."""
+        """Stop counting requests, which the engine's load includes now."""
         if added:
             with self._changed:
                 self._num_sequences -= sum(accepted.num_sequences for accepted in added)

@@ -1,4 +1,4 @@
-"""The sequence in each slot, and a step's tokens and sampling parameters."""
+"""The sequence in each slot, and a step's tokens and parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIANTS = tuple(Variant)
 
 
 class RequestFault(Exception):
-    """Raised when a sequence's input fails, with the exception as `__cause__`; only its request ends."""
+    """Raised when a sequence's input fails; ends only its request."""
 
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(sequence.group.request_id)
@@ -32,12 +32,12 @@ def blaming(sequence: Sequence) -> Iterator[None]:
 
 
 class InputBatch:
-    """The sequences by slot. A slot keeps its last sequence until reused; plans list the active ones."""
+    """The sequences by slot, until the slot is reused."""
 
     def __init__(self, num_slots: int) -> None:
-        self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)  # see sampling.pack_row
+        self.rows = np.zeros((num_slots, sampler.ROW_WIDTH), np.int32)
         self._sequences: list[Sequence | None] = [None] * num_slots
-        self._variants = np.zeros(num_slots, np.int8)  # index into VARIANTS
+        self._variants = np.zeros(num_slots, np.int8)
 
     def place(self, slot: int, sequence: Sequence) -> None:
         if sequence.row is None:

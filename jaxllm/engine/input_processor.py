@@ -1,6 +1,6 @@
-"""Converts prompts and parameters to queued requests: checks, token ids, sequences, packed parameters.
+"""Converts prompts and parameters to queued requests.
 
-Independent of queue and device. `InputProcessor.accept` and the module's functions are thread-safe.
+`InputProcessor.accept` and the module's functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BAD_WORD_CHARACTERS = 32  # of a token in bad_words, at most, on average
 
 
 class InputProcessor:
-    """Converts requests to sequences. All but `accept` belong to the engine's thread."""
+    """Converts requests to sequences; all but `accept` is for the engine's thread."""
 
     def __init__(
         self, config: EngineConfig, language: Language, limits: Limits, extras: sampler.Extras, features: Features
@@ -54,8 +54,7 @@ class InputProcessor:
     ) -> Accepted:
         """Validate and tokenize a request; raise UserError if it is invalid. Thread-safe.
 
-        `prompt` is text, token ids, or a mapping with "prompt" or "prompt_token_ids", optionally "cache_salt", and for
-        a pooling model "token_type_ids". `options` are those of features.
+        `prompt` is as in `parts_of`, for a pooling model with "token_type_ids". `options` are those of features.
         """
         unknown = options.keys() - self._features.options
         if unknown:
@@ -145,26 +144,25 @@ class InputProcessor:
         )
 
     def _root(self, accepted: Accepted) -> bytes | None:
-        """Return None if the request's blocks are not shared."""
-        if self._limits.whole_prompts:  # no cache
+        """Return the root of a request's digests, None if its blocks are not shared."""
+        if self._limits.whole_prompts:
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
-        # The n sequences of a prompt share its blocks under a unique root.
+        # The n sequences of a prompt share blocks.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Choose a request's seeds and pack its sampling parameters for the device.
+        """Choose a request's seeds and pack its sampling parameters, unless a feature packed them.
 
-        Separate from `make_group`, so that a failure there changes no later seed. Skips sequences that a feature
-        packed.
+        Separate from `make_group`, so that a failure there changes no later seed.
         """
         params, extras = accepted.packed or accepted.params, self._extras
         if all(own.row is not None for own in group.sequences):
             return
         seed = params.seed
         if seed is None:
-            # A random seed would make equal requests differ by arrival order.
+            # Random seeds depend on the order of arrival.
             seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
@@ -198,7 +196,7 @@ class InputProcessor:
 
 
 def stop_tokens_of(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str]:
-    """Return the stop strings that are special tokens, by id: a text without special tokens never contains them."""
+    """Return the stop strings that are special tokens, by id; empty if text may contain these."""
     if not params.stop or not params.skip_special_tokens:
         return {}
     found = {tokenizer.token_id(stop): stop for stop in params.stop if tokenizer.is_special(stop)}
@@ -210,8 +208,7 @@ def read_prompt(
 ) -> tuple[str | None, list[int], bytes]:
     """Return a prompt's text, checked token ids and cache salt; raise UserError if it is invalid.
 
-    `prompt` is as in `InputProcessor.accept`. It must leave one token of `max_model_len`, unless
-    `truncate_prompt_tokens` cuts it.
+    It must leave room for one token, or be cut by `truncate_prompt_tokens`.
     """
     text, ids, salt = parts_of(prompt)
     if ids is None:
@@ -227,9 +224,9 @@ def read_prompt(
 
 
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
-    """Return the text to tokenize: the whole prompt, or the end that `truncate_prompt_tokens` keeps.
+    """Return the text to tokenize: the prompt, or the end that `truncate_prompt_tokens` keeps.
 
-    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError for a text that must exceed the context.
+    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError if it must exceed the context.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:
@@ -239,7 +236,7 @@ def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_
 
 
 def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
-    """Return the number of last prompt tokens to keep, None for all; raise UserError if it exceeds the context."""
+    """Return the number of last prompt tokens to keep, None for all; raise UserError beyond the context."""
     asked = params.truncate_prompt_tokens
     if asked is not None and asked > max_model_len:
         message = f"truncate_prompt_tokens value ({asked}) is greater than max_model_len ({max_model_len})."
@@ -252,7 +249,7 @@ def num_kept(params: SamplingParams, max_model_len: int) -> int | None:
 def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of forbidden words, each without and with a leading space.
 
-    vLLM drops the second if its number of tokens differs, and so allows such words.
+    vLLM drops the second if its number of tokens differs.
     """
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}
@@ -260,7 +257,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
     if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # checked before tokenizing
         texts = [text for name in sorted(names) for text in (name, " " + name)]
         spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        # Drop sequences whose suffix is already banned.
+        # Drop those with a banned suffix.
         sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
     if sequences is None or sum(map(len, sequences)) > most:
         raise UserError(
@@ -274,7 +271,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
 def check_allows_a_token(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], eos_token_ids: Collection[int]
 ) -> None:
-    """Raise UserError if parameters forbid every allowed token in the first position."""
+    """Raise UserError if the parameters forbid every token in the first position."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids).difference(word[0] for word in bad_words if len(word) == 1)

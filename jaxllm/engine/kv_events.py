@@ -1,4 +1,4 @@
-"""Log of prefix cache changes, for readers such as a router."""
+"""Log of prefix cache changes, for routers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ LOGGED_EVENTS = 100_000  # 25 MB
 
 
 class BlockBatch(NamedTuple):
-    """Blocks added to and removed from the prefix cache in one step."""
+    """Changes of the prefix cache in one step."""
 
     sequence: int  # consecutive, from 0
     time: float  # seconds since 1970
-    block_size: int  # tokens
+    block_size: int
     events: tuple[BlockEvent, ...]
-    adapters: Mapping[int, str] = {}  # names by the numbers in `events`
+    adapters: Mapping[int, str] = {}  # names, by number
 
 
 class BlockLog:
-    """The most recent changes of the prefix cache. Use on the event loop only."""
+    """The most recent changes of the prefix cache, for the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
         self._name_of = name_of
@@ -53,7 +53,7 @@ class BlockLog:
         self._changed = asyncio.Event()
 
     async def read(self, start: int) -> AsyncGenerator[BlockBatch]:
-        """Yield batches from number `start` on, indefinitely; raise OutOfRangeError if it is not in the log."""
+        """Yield batches from number `start` on, indefinitely; raise OutOfRangeError if it was discarded."""
         while True:
             first = self._next - len(self._batches)
             if not first <= start <= self._next:

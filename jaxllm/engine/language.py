@@ -1,4 +1,4 @@
-"""The tokenizer of a request, and the compiler of grammars over its tokens."""
+"""The tokenizer of a request, and the compiler of grammars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxllm.structured_output.grammars import Grammars
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Language:
-    """The language of the model, or of an adapter with a tokenizer or chat template."""
+    """The language of the model, or of an adapter."""
 
     model: ModelInfo
     grammars: Grammars

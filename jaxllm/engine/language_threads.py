@@ -1,7 +1,6 @@
-"""Threads that read adapters and use their tokenizers and templates.
+"""Threads that read adapters and use their tokenizers and templates, for one event loop.
 
-A language has one thread at most, round-robin between clients. Two tasks over their limits bar a client from a language
-for a while, but not from reading adapters. Belongs to one event loop.
+A language has at most one. Two tasks over their limits bar a client from it for a while, but not from reading.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxllm.text.confinement import MOST_PROCESSES, ConfinedError, exceeded
 Result = TypeVar("Result")
 _MOST_ENDED = 2  # tasks that exceed limits before refusal …
 _REFUSED_SECONDS = 60.0  # … for this long
-_MOST_REMEMBERED = 10_000  # (language, client) pairs
+_MOST_REMEMBERED = 10_000
 
 
 class LanguageThreads:
@@ -25,7 +24,7 @@ class LanguageThreads:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._threads = FairThreads(MOST_PROCESSES, "jaxllm-adapters", share=1, group_of=lambda pair: pair[0])
         self._clock = clock
-        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}  # count and time of the last
+        self._ended: dict[tuple[bytes, str | None], tuple[int, float]] = {}
 
     async def run(
         self, language: bytes, client: str | None, function: Callable[..., Result], *arguments: Any

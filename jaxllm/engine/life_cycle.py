@@ -1,4 +1,4 @@
-"""State machine of an asynchronous engine, as two tables: one for work, one for shutdown. Pure."""
+"""State machine of an asynchronous engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _WORK = {
     ("paused", "resume"): "serving",
 }
 _EXIT = {
-    ("staying", "announce_drain"): "leaving",  # health checks report "draining", requests are accepted
+    ("staying", "announce_drain"): "leaving",  # health checks report "draining"
     ("staying", "drain"): "draining",
     ("leaving", "drain"): "draining",
     ("staying", "stop"): "stopped",
     ("leaving", "stop"): "stopped",
-    ("draining", "stop"): "drained",  # later requests still fail with DrainingError
+    ("draining", "stop"): "drained",  # later requests fail with DrainingError
     ("staying", "die"): "dead",
     ("leaving", "die"): "dead",
     ("draining", "die"): "dead",
@@ -34,7 +34,7 @@ _ENDS: dict[str, EngineState] = {"dead": "dead", "stopped": "stopped", "drained"
 
 
 class LifeCycle:
-    """An engine's state: `work` (loading, serving, paused) and `exit` (its shutdown), changed by events."""
+    """An engine's state: `work` (loading, serving, paused) and `exit` (its shutdown)."""
 
     def __init__(self) -> None:
         self.work = "loading"

@@ -1,4 +1,4 @@
-"""`LLMEngine`: the engine with vLLM's methods. Its loop is in engine_core.py."""
+"""`LLMEngine`: the engine with vLLM's methods."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ class LLMEngine(EngineCore, SteppedCalls):
     def from_engine_args(
         cls, engine_args: EngineConfig | str | None = None, *, progress: bool = False, **settings: Any
     ) -> LLMEngine:
-        """Make an engine from `EngineArgs`, or from the arguments of `LLM`: a model and fields of `EngineConfig`."""
+        """Make an engine from `EngineArgs`, or from the arguments of `LLM`."""
         return cls(config_of(engine_args, settings), progress=progress)
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
     ) -> None:
-        """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid.
-
-        `options` are those of features, for example `lora_request`.
-        """
+        """Queue a request; raise UserError, leaving the engine unchanged, if it is invalid."""
         self.add([self.accept(request_id, prompt, params, priority, **options)])

@@ -1,4 +1,4 @@
-"""Loads the parts of an engine; a simulation passes other parts."""
+"""Loads the parts of an engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_parts(
 ) -> Parts:
     """Load a model onto its devices; raise UserError for an invalid model before slow phases.
 
-    `runners` by the type of the model's head.
+    `runners` by the type of head.
     """
     phases = Phases()
     with phases.phase("setup") as causes:
@@ -91,9 +91,9 @@ def load_parts(
 
 
 def eos_ids_of(model_tokenizer: Tokenizer, generation_config: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the end tokens of the tokenizer and of generation_config.json.
+    """Return the end tokens of the tokenizer and of generation_config.json; raise UserError for others than ids.
 
-    Omits ids beyond the vocabulary: derived models often keep those of their base model.
+    Omits ids beyond the vocabulary, which derived models often keep.
     """
     named = generation_config.get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]

@@ -1,4 +1,4 @@
-"""Tokenizer, limits and defaults of a model, for callers of its engine. Immutable."""
+"""Tokenizer, limits and defaults of a model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class ModelInfo:
 
     tokenizer: Tokenizer
     generation_config: Mapping[str, Any]
-    default_params: SamplingParams  # of requests without parameters
+    default_params: SamplingParams
     eos_ids: frozenset[int]
     vocab_size: int
-    max_model_len: int  # tokens
+    max_model_len: int
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    block_size: int = 0  # tokens
+    block_size: int = 0
     num_kv_blocks: int = 0
     dtype: str = ""
     device_kind: str = ""
-    pooler: Head | None = None  # None: the model generates
-    pooled_size: int = 0  # numbers of a result
-    num_token_types: int = 0  # 0: tokens have no types
-    processor: Processor | None = None  # None: the model reads no images
+    pooler: Head | None = None
+    pooled_size: int = 0  # of a result
+    num_token_types: int = 0
+    processor: Processor | None = None
     sources: SourcePrompts | None = None  # of an encoder-decoder model
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """The tasks of a pooling model; a model with one label also scores."""
+        """The tasks of a pooling model; only one with a single label scores."""
         if self.pooler is None:
             return ()
         if not self.pooler.labels:
@@ -47,7 +47,9 @@ class ModelInfo:
         return ("classify", "score") if len(self.pooler.labels) == 1 else ("classify",)
 
     def pair(self, first: str, second: str, most: int | None = None) -> dict[str, Any]:
-        """Return a cross-encoder's prompt for two texts; the second is cut to fit `most` tokens."""
+        """Return a cross-encoder's prompt for two texts, the second cut to fit `most` tokens; raise UserError if none
+        fits.
+        """
         ids, types = self.tokenizer.encode_pair(first, second)
         over = 0 if most is None else len(ids) - most
         if over > 0:

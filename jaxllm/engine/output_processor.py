@@ -1,4 +1,4 @@
-"""Convert sampled tokens to outputs; an exception ends only its request."""
+"""Converts sampled tokens to outputs; an exception ends only its request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events
 
-FEW_STREAMS = 32  # running sequences; up to this number each token is an output
-# Tokens per output with more sequences: an output costs 30 to 50 us regardless of its tokens.
+FEW_STREAMS = 32  # sequences; up to this number each token is an output
+# Tokens per output with more: an output costs 30 to 50 us.
 MANY_STREAMS_INTERVAL = 8
 _log = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ class OutputProcessor:
     """The unfinished requests of an engine and their sequences."""
 
     def __init__(self, scheduler: RecordedScheduler, metrics: Metrics, clock: Callable[[], float]) -> None:
-        self.groups: dict[str, SequenceGroup] = {}  # by internal id
-        self.sequences: dict[int, sequence.Sequence] = {}  # by sequence id
+        self.groups: dict[str, SequenceGroup] = {}
+        self.sequences: dict[int, sequence.Sequence] = {}
         self._scheduler = scheduler
         self._metrics = metrics
         self._clock = clock
@@ -38,7 +38,7 @@ class OutputProcessor:
         self.groups.update((group.internal_id, group) for group in groups)
 
     def abort(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
-        """End requests, pairs of internal id and reason; return their last outputs. Unknown ids are ignored."""
+        """End requests by internal id, each for a reason; return their last outputs. Unknown ids are ignored."""
         now = self._clock()
         reasons: dict[str, FinishReason] = dict(requests)
         going: list[tuple[SequenceGroup, FinishReason]] = [
@@ -50,11 +50,11 @@ class OutputProcessor:
         self._scheduler.abort({own.sequence_id: reason for own, reason in ending})
         for own, reason in ending:
             if own.finish_reason is not None:
-                continue  # failed with another sequence of its request
+                continue  # failed with another sequence
             try:
                 own.read(own.group.tokenizer)
                 own.flush(own.group.tokenizer)
-            except Exception:  # other requests are unaffected
+            except Exception:
                 self.fail(own.group)
             else:
                 self._end(own, reason, None)
@@ -67,11 +67,11 @@ class OutputProcessor:
         for sequence_id, count, row in zip(*(column.tolist() for column in columns), strict=True):
             own = self.sequences.get(sequence_id)
             if own is None:
-                continue  # it failed in this step
+                continue
             changed[own.group.internal_id] = own.group
             try:
                 self._append(own, count, row, result, events, now)
-            except Exception:  # other requests are unaffected
+            except Exception:
                 self.fail(own.group)
         for sequence_id in events.failed:
             own = self.sequences.get(sequence_id)
@@ -107,7 +107,7 @@ class OutputProcessor:
         if end is not None:
             if own.sequence_id not in events.finished:
                 self._scheduler.abort({own.sequence_id: end[0]})
-            del own.tokens[length:]  # after `abort`, which records all accepted tokens for replay
+            del own.tokens[length:]  # after `abort`, which records all of them
             self._end(own, *end)
 
     def end_group(self, group: SequenceGroup, why: str) -> None:
@@ -153,7 +153,7 @@ class OutputProcessor:
         del self.groups[group.internal_id]
         for forget in self.forgets:
             forget(group)
-        # Counted last, because making the output may turn a finish reason into "error".
+        # Last, because making the output may change a finish reason to "error".
         for own in group.sequences:
             self._metrics.note_finished(own.finish_reason or "error")
         return output

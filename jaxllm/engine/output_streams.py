@@ -1,4 +1,4 @@
-"""Output streams from the engine's thread to readers. Use on the event loop only."""
+"""Output streams to readers, for the event loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Stream:
         self.internal_id = internal_id
         self.params = params
         self.is_finished = False
-        self.is_over = False  # no more outputs follow
+        self.is_over = False
         self._arrival = arrival
         self._last_tokens: float | None = None
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
-        self.needs: asyncio.Future[Any] | None = None  # the request is queued when it ends
-        self.end_reason: FinishReason | None = None  # the request was ended before it was queued
+        self.needs: asyncio.Future[Any] | None = None  # to await before queuing
+        self.end_reason: FinishReason | None = None  # if ended before it was queued
         self._waiter: asyncio.Future[None] | None = None
-        self._tokens: dict[int, CompletionOutput] = {}  # by index: token ids, finish reason
+        self._tokens: dict[int, CompletionOutput] = {}  # token ids and finish reason, by index
 
     def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
-        """Put an output; return latencies as (seconds, tokens, whether first).
+        """Put an output; return latencies: seconds summed over sequences, tokens, whether first.
 
-        First tokens count from arrival, others from the previous output. Seconds are summed over sequences.
+        First tokens count from arrival, others from the previous output.
         """
         counts = [count for completion in output.outputs if (count := self._count(completion))]
         taken: list[tuple[float, int, bool]] = []
@@ -57,7 +57,7 @@ class Stream:
             merge(self._pending, output)
         else:
             self._pending = output
-        self.is_finished = output.finished  # last: the stream may fail before
+        self.is_finished = output.finished  # last: `fail` may come first
         self._wake()
         return taken
 
@@ -112,10 +112,10 @@ class StreamTable:
         self._by_id: dict[str, dict[str, Stream]] = {}  # and owner
         self._by_internal_id: dict[str, Stream] = {}
         self._num_opened = 0
-        self._num_awaited = 0  # streams that expect outputs
-        self._quiet = asyncio.Event()  # set if `_num_awaited` is 0
+        self._num_awaited = 0
+        self._quiet = asyncio.Event()
         self._quiet.set()
-        self._idle = asyncio.Event()  # set if no stream is open
+        self._idle = asyncio.Event()
         self._idle.set()
 
     def __len__(self) -> int:

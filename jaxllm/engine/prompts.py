@@ -37,7 +37,7 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
 
 
 def _salt(salt: Any) -> bytes:
-    """Encode a salt; an empty one would share blocks with unsalted requests."""
+    """Encode a salt; refuse an empty one, which would share unsalted blocks."""
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()
@@ -47,7 +47,7 @@ def _salt(salt: Any) -> bytes:
 
 
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return valid ids as a list; raises before numpy could wrap 2**32 + 5 to a valid id."""
+    """Return valid ids as a list; raise UserError before numpy could wrap 2**32 + 5 to a valid id."""
     plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     if set(map(type, plain)) != {int}:
         for token in plain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 MAX_FAILURES = 3  # consecutive failed steps per escalation
-MAX_EXHAUSTED = 3  # out-of-memory escalations: the last ends the engine, others the largest request
+MAX_EXHAUSTED = 3  # the last out-of-memory escalation ends the engine, others the largest request
 
 Action = Literal["retry", "end_largest", "give_up"]
 
@@ -29,5 +29,5 @@ class FailedSteps:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory is exhausted, which XLA reports only in the message."""
+    """Return whether memory is exhausted; XLA reports it only in the message."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -1,7 +1,4 @@
-"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs with its text.
-
-Methods that make text may raise; the caller ends the request.
-"""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from jaxllm.text.repetition_detector import RepetitionDetector
 from jaxllm.text.stop_strings import StopMatcher, match_stops
 from jaxllm.text.tokenizer import Tokenizer
 
-End = tuple[FinishReason, int | str | None]  # reasons for finishing and stopping
+End = tuple[FinishReason, int | str | None]
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One output of a request. Features may subclass it, see `Accepted.sequence_type`."""
+    """One output of a request; features may subclass it."""
 
     not_finite: ClassVar[str] = "no token could be sampled: the logits were not finite, or all were forbidden"
 
@@ -38,17 +35,17 @@ class Sequence:
     params: SamplingParams
     eos_ids: frozenset[int]
     variant: Variant
-    tokens: array[int]  # int32, prompt and output; append-only until the end
+    tokens: array[int]  # prompt and output, int32
     detokenizer: Detokenizer
     matcher: StopMatcher
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens that are stop strings
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # those that are stop strings
     seed: int = 0
-    row: np.ndarray | None = None  # see sampling.pack_row
-    extras: np.ndarray | None = None  # see sampling.Extras
+    row: np.ndarray | None = None
+    extras: np.ndarray | None = None
     repetition: RepetitionDetector | None = None
     text: list[str] = field(default_factory=list)
-    num_read: int = 0  # output tokens in `text`
-    num_shown: int = 0  # output tokens returned; -1 after the end was returned
+    num_read: int = 0  # tokens in `text`
+    num_shown: int = 0  # tokens; -1: the end too
     text_shown: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
@@ -66,20 +63,17 @@ class Sequence:
     def take_in(
         self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
     ) -> tuple[int, End | None]:
-        """Process a step's row with the newest `count` of `tokens`; return as `advance` does."""
+        """Process a step's row with the newest `count` of `tokens`; return as `advance`."""
         start = len(self.tokens) - count
         length, end = self.advance(self.group.tokenizer, count, finish_reason)
-        if self.logprobs is not None:  # then the step sampled all of them
+        if self.logprobs is not None:  # all were sampled
             first = row if result.places is None else int(result.places[row])
             for place, token in enumerate(self.tokens[start:length]):
                 self.add_logprobs(self.group.tokenizer, token, result, first + place)
         return length, end
 
     def advance(self, tokenizer: Tokenizer, count: int, finish_reason: FinishReason | None) -> tuple[int, End | None]:
-        """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence.
-
-        `finish_reason` is the scheduler's for the last token; stop strings and repetition can end earlier.
-        """
+        """Process the newest `count` of `tokens`; return the number to keep, and how they end the sequence."""
         for end in range(len(self.tokens) - count + 1, len(self.tokens)):
             ended = self._check(tokenizer, end, None)
             if ended is not None:
@@ -116,7 +110,7 @@ class Sequence:
         self.num_read += len(tokens)
         self.detokenizer, delta = detokenizer.advance(self.detokenizer, tokenizer, tokens)
         if self.num_read > self.params.min_tokens:
-            self.matcher, delta = match_stops(self.matcher, delta)  # the first `min_tokens` tokens cannot stop
+            self.matcher, delta = match_stops(self.matcher, delta)
         self._append(delta)
         if tokens and tokens[-1] in self.stop_tokens and self.num_read > self.params.min_tokens:
             self._stop_at(tokenizer, self.stop_tokens[tokens[-1]])
@@ -162,7 +156,6 @@ class Sequence:
 
     @property
     def has_news(self) -> bool:
-        """Whether `show` would return anything new; an end is returned once."""
         return self.num_shown >= 0 and (self.num_tokens > self.num_shown or self.finish_reason is not None)
 
     def is_due(self, interval: int) -> bool:
@@ -215,13 +208,13 @@ class SequenceGroup:
     """A request: a prompt and its `n` sequences."""
 
     request_id: str
-    internal_id: str  # unique, while `request_id` may be reused before this request ends
+    internal_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     kind: RequestOutputKind
     language: Language
-    states: dict[str, Any] = field(default_factory=dict)  # by feature
+    states: dict[str, Any] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
@@ -234,7 +227,7 @@ class SequenceGroup:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     def is_due(self, interval: int) -> bool:
-        """Return whether an output must be returned now; `interval` is the default number of new tokens."""
+        """Return whether an output is due; `interval` is the default number of new tokens."""
         if self.is_finished:
             return True
         is_final_only = self.kind is RequestOutputKind.FINAL_ONLY

@@ -19,15 +19,14 @@ ENCODER, DECODER, MEDIA = "encoder_prompt", "decoder_prompt", "multi_modal_data"
 class BothPrompts(NamedTuple):
     """A request's prompts."""
 
-    encoder: str | None  # text, if given
-    content: np.ndarray  # of the encoder: token ids, int32[·], or a spectrogram, float32[M, F]
-    num_tokens: int  # of the encoder
+    encoder: str | None
+    content: np.ndarray  # token ids, int32[·], or a spectrogram, float32[M, F]
+    num_tokens: int
     decoder: str | None
     decoder_ids: list[int]
 
     @property
     def encoder_ids(self) -> list[int]:
-        """The encoder's token ids; none of a spectrogram."""
         return self.content.tolist() if self.content.ndim == 1 else []
 
 
@@ -37,16 +36,16 @@ class SourcePrompts:
 
     tokenizer: Tokenizer
     vocab_size: int
-    longest: int  # tokens of an encoder prompt
-    start: tuple[int, ...]  # a decoder prompt that is not given; others begin with the first of these
-    sound: LogMel | None = None  # of an encoder that reads sound
+    longest: int  # tokens
+    start: tuple[int, ...]  # default decoder prompt; all begin with its first token
+    sound: LogMel | None = None
 
     def read(self, given: Prompt) -> BothPrompts:
         """Return both prompts; raise UserError if they are invalid.
 
-        `given` is the encoder's prompt (text, token ids, or a mapping as in `prompts.parts_of`), or a mapping with
-        "encoder_prompt" and optionally "decoder_prompt", each such a prompt; or the result of `mapping`. Sound is
-        {"multi_modal_data": {"audio": samples, or (samples, rate)}}, as "encoder_prompt" or beside a decoder prompt.
+        `given` is the encoder's prompt, a mapping with "encoder_prompt" and optionally "decoder_prompt", or the result
+        of `mapping`. Sound is {"multi_modal_data": {"audio": samples, or (samples, rate)}}, as "encoder_prompt" or with
+        a decoder prompt.
         """
         if isinstance(given, Mapping) and given.get(MEDIA) is not None and self.sound is not None:
             rest = {name: value for name, value in given.items() if name not in (MEDIA, "cache_salt")}
@@ -71,7 +70,7 @@ class SourcePrompts:
         return BothPrompts(*encoded, decoder, self._begin(decoder_ids))
 
     def mapping(self, given: Prompt) -> dict[str, Any]:
-        """Return a prompt of text for the engine, with the decoder's token ids in the usual place."""
+        """Return a prompt of text for the engine, with the decoder's ids in "prompt_token_ids"."""
         both = self.read(given)
         encoder = {"prompt": both.encoder, "prompt_token_ids": both.encoder_ids}
         return {ENCODER: encoder, "prompt": both.decoder, "prompt_token_ids": both.decoder_ids}
@@ -95,7 +94,6 @@ class SourcePrompts:
         return text, np.asarray(checked_ids(ids, self.vocab_size), np.int32), len(ids)
 
     def _hear(self, given: Prompt) -> np.ndarray:
-        """Return the spectrogram of an encoder prompt with sound."""
         assert self.sound is not None
         given = given if isinstance(given, Mapping) else {}
         media = given.get(MEDIA)

@@ -1,4 +1,4 @@
-"""`StreamingEngine`: the readers of outputs and the bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
+"""`StreamingEngine`: readers of outputs and bounds of the queue, for `AsyncLLM` and `FleetLLM`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from jaxllm.request_params import RequestParams
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-LEAST_SECONDS = 1e-9  # of a request: gRPC's durations have nanoseconds
-MAX_SECONDS = 10**9  # of a request: 30 years, the limit of timers
-_MOST_THREADS = 4  # for slow work; more would wait for Python's lock
-# Default bounds of the queue: 90 MB (measured with 4,000 prompts of 256 tokens).
-LEAST_QUEUED = 4096  # sequences, at least
-QUEUED_PER_SLOT = 4  # sequences for each slot, if that is more
-LEAST_QUEUED_TOKENS = 2**20  # prompt tokens, at least; or 16 contexts
+LEAST_SECONDS = 1e-9  # gRPC's durations have nanoseconds
+MAX_SECONDS = 10**9  # 30 years, the limit of timers
+_MOST_THREADS = 4  # more would wait for Python's lock
+# Default bounds, the larger of two: 90 MB with 4,000 prompts of 256 tokens.
+LEAST_QUEUED = 4096
+QUEUED_PER_SLOT = 4
+LEAST_QUEUED_TOKENS = 2**20  # or 16 contexts
 
 
 class Queue(Protocol):
@@ -59,7 +59,7 @@ class Queue(Protocol):
 
 
 class StreamingEngine:
-    """The part of an `EngineClient` that is independent of the computation."""
+    """The part of an `EngineClient` without the computation."""
 
     drains_replicas = False
 
@@ -84,17 +84,14 @@ class StreamingEngine:
         self._streams = StreamTable()
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[BaseException] | None = None
-        self._num_preparing = 0  # sequences whose prompts are being prepared
+        self._num_preparing = 0  # sequences
         self._life = LifeCycle()
-        self._num_resumed = 0  # calls of `resume`
+        self._num_resumed = 0
         self._tokenizing: FairThreads | None = None
         self._of_adapters: LanguageThreads | None = None
 
-    # Overridden by subclasses.
-
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError while it is loading."""
         raise UnavailableError(NOT_STARTED)
 
     @property
@@ -112,7 +109,7 @@ class StreamingEngine:
         return False
 
     async def _begin(self) -> None:
-        """Start loading the model; `_started` is set when it is loaded."""
+        """Start loading the model; set `_started` when it is loaded."""
 
     async def _accept(
         self,
@@ -129,7 +126,7 @@ class StreamingEngine:
         raise UnavailableError(NOT_STARTED)
 
     def _needs(self, accepted: Any) -> asyncio.Future[Any] | None:
-        """Begin the work that must end before a request is queued; its result is None or a request to queue instead."""
+        """Begin the work that precedes queuing; the result is None or a request to queue instead."""
 
     async def start(self) -> None:
         """Load the model and wait for it; raise an error if it cannot be loaded."""
@@ -147,7 +144,7 @@ class StreamingEngine:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:  # for example cancelled: `close` is not called then
+        except BaseException:  # `close` is not called then
             self._life.on("stop")
             self._queue.stop()
             raise
@@ -191,13 +188,13 @@ class StreamingEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Stream a request's outputs; closing the iterator aborts the request.
 
-        Outputs that a slow reader has not taken are merged. After `time_limit` seconds the request ends with its output
-        so far; after `timeout` it fails with DeadlineError. The first iteration raises UserError for an invalid
-        request, OverloadedError if the queue is full, UnavailableError or EngineDeadError.
+        Unread outputs are merged. After `time_limit` seconds the request ends with its output so far; after `timeout`
+        it fails with DeadlineError. The first iteration raises UserError for an invalid request, OverloadedError if the
+        queue is full, UnavailableError or EngineDeadError.
 
         Running requests of an `owner` have unique ids; preparation serves `client`s in turn. `arrival` is on the
-        monotonic clock, by default now. Logs and recordings use `name`, by default the id. `options` are those of
-        features, for example `lora_request`.
+        monotonic clock, by default now; `name` is for logs and recordings. `options` are those of features, for example
+        `lora_request`.
         """
         arrival = self._clock() if arrival is None else arrival
         for limit, seconds in (("time_limit", time_limit), ("timeout", timeout)):
@@ -256,12 +253,12 @@ class StreamingEngine:
     def _end(self, stream: Stream, reason: FinishReason) -> None:
         if stream.needs is None:
             self._queue.abort(stream.internal_id, reason)
-        else:  # not queued yet
+        else:
             stream.end_reason = reason
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for such work, at most until the request ends; return the request, perhaps changed."""
+        """Wait for `needed` or the request's end; return the request, perhaps changed."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:
@@ -279,19 +276,15 @@ class StreamingEngine:
         self._check_serving()
 
     def check_room(self) -> None:
-        """Raise an error if `generate` would refuse every request.
-
-        Called before a request's body is read: refusals must be cheap, or an overload leaves no time for accepted
-        requests.
-        """
+        """Raise an error if `generate` would refuse every request; cheap, even in an overload."""
         self._check_serving()
         self.check_queue(1, 0)
 
     def check_queue(self, num_sequences: int, num_tokens: int, num_prompts: int = 1) -> None:
-        """Raise OverloadedError if sequences would exceed the queue's bounds.
+        """Raise OverloadedError if sequences would exceed the queue's bounds, UserError if an empty queue could not
+        hold them.
 
-        `num_sequences` and `num_tokens` are sums over `num_prompts`. Raises UserError for more sequences than slots and
-        queue can hold: a retry would not help.
+        Numbers are sums over `num_prompts`.
         """
         load = self.get_load()
         most = most_queued(self.max_queued_requests, load.max_running)
@@ -330,8 +323,7 @@ class StreamingEngine:
     ) -> Result:
         """Run a slow function, for example tokenization, in a thread.
 
-        Clients take turns by name; one client never has all threads. `language` is the `confined` of the function's
-        tokenizer, or b"" to read an adapter.
+        Clients take turns. `language` is the `confined` of the function's tokenizer, or b"" to read an adapter.
         """
         if language is not None:
             if self._of_adapters is None:
@@ -344,8 +336,8 @@ class StreamingEngine:
     async def pause(self, mode: PauseMode = "abort", clear_cache: bool | None = None) -> None:
         """Refuse requests and stop computing until `resume`.
 
-        Running requests are aborted, awaited ("wait") or suspended ("keep"). The cache is cleared unless `clear_cache`
-        is False or suspended requests need it.
+        Running requests are aborted, awaited ("wait") or suspended ("keep"). The cache is cleared by default unless
+        these need it.
         """
         if mode not in ("abort", "wait", "keep"):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r}.", "mode")
@@ -360,13 +352,12 @@ class StreamingEngine:
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return  # `resume` or `drain` was called during the wait, and perhaps `pause` again
+                return  # `resume` or `drain` was called
         self._queue.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()
 
     async def resume(self) -> None:
-        """Continue after `pause`."""
         await self._continue()
 
     async def _continue(self) -> None:
@@ -375,7 +366,7 @@ class StreamingEngine:
         self._queue.set_paused(False)
 
     def announce_drain(self) -> None:
-        """Report "not ready" but accept requests until `drain`, so that load balancers notice in time."""
+        """Report "not ready" but accept requests until `drain`."""
         self._life.on("announce_drain")
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -426,7 +417,7 @@ class StreamingEngine:
         assert self._started is not None and self._death is not None
         if not self._started.done():
             self._started.set_exception(error)
-            self._started.exception()  # else asyncio logs an error if `start` was cancelled
+            self._started.exception()  # else asyncio logs it if `start` was cancelled
         set_result(self._death, error)
         self._streams.fail_all(EngineDeadError("The engine has died; this request is lost."))
 

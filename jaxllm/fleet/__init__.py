@@ -1,4 +1,4 @@
-"""A fleet of engines that serve one model, with prefix-aware routing. No other package of jaxllm imports it."""
+"""A fleet of engines that serve one model, with prefix-aware routing."""
 
 from jaxllm.fleet.choose import choose, digests_of
 from jaxllm.fleet.prefix_index import PrefixIndex

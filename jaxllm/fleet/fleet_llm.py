@@ -1,7 +1,4 @@
-"""`FleetLLM`: several engines with the interface of one, each a process on this machine or another.
-
-Queues and their bounds cover all replicas.
-"""
+"""`FleetLLM`: several engines, each a process, with the interface of one."""
 
 from __future__ import annotations
 
@@ -39,13 +36,13 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
-CHARACTERS_A_TOKEN = 4  # of a pooled text, which the replica tokenizes
-# Fields of `ModelInfo` that all replicas share.
+CHARACTERS_A_TOKEN = 4  # of a pooled text
+# Equal in all replicas.
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
 class FleetLLM(StreamingEngine, FleetCalls):
-    """As `AsyncLLM`, with `config.data_parallel_size` replicas.
+    """As `AsyncLLM`, with `config.data_parallel_size` replicas, behind one queue.
 
     `num_local` of them are processes on this machine; others connect to `address`.
     """
@@ -58,7 +55,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         *,
         num_local: int | None = None,
         address: ReplicaAddress | None = None,
-        module: str = "jaxllm.fleet.node",  # run by local processes
+        module: str = "jaxllm.fleet.node",
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
         hang_timeout: float = 8.0,
@@ -112,8 +109,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
     async def drain_replica(self, number: int) -> None:
         """Send a replica no more requests, restart it when idle, and return when it serves again.
 
-        A remote one exits, to be restarted on its machine. Raises UnavailableError if it, or every other, accepts no
-        requests.
+        Raises UnavailableError if it, or every other, accepts no requests.
         """
         if not 0 <= number < len(self.replicas):
             raise UserError(f"replica must be 0 to {len(self.replicas) - 1}, got {number}.", "replica", number)
@@ -127,7 +123,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         engine = asdict(config) | {
             "data_parallel_size": 1,
             "enable_kv_cache_events": config.enable_prefix_caching,
-            "seed": config.seed + number,  # of requests without one
+            "seed": config.seed + number,
         }
         num_local = sum(replica.is_local for replica in self.replicas)
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -185,11 +181,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
         if name != "step" and self._prefills is not None and replica.number not in self._prefills.decoders:
-            return  # clients see no output of it
+            return  # clients do not see it
         for observer in self._observers[replica.number]:
             try:
                 getattr(observer, name)(*given)
-            except Exception:  # statistics must not fail a request
+            except Exception:
                 _log.exception("the observer failed")
 
     def _put(self, replica: Replica, name: str, output: RequestOutput) -> None:
@@ -200,11 +196,11 @@ class FleetLLM(StreamingEngine, FleetCalls):
             return
         stream = self._streams.of_internal_id(name)
         if stream is None:
-            return  # its reader closed it
+            return
         output.request_id, output.internal_id = stream.request_id, name
         try:
             stream.put(output, self._clock())
-        except Exception:  # fails one request; the others of the frame go on
+        except Exception:
             _log.exception("an output could not be handed over")
             self._fail(name, RequestFailedError("An output of the request was lost; others go on."))
             return
@@ -250,7 +246,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def model(self) -> ModelInfo:
-        """The model's tokenizer, limits and defaults; raises UnavailableError until a replica has loaded it."""
+        """The model; raises UnavailableError until a replica has loaded it."""
         if self._model is None:
             raise self._unavailable() or UnavailableError("The model is still being loaded.")
         return self._model
@@ -264,7 +260,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     @property
     def state(self) -> EngineState:
-        """The state is "hung" while no replica accepts requests."""
+        """The state; "hung" while no replica accepts requests."""
         state = super().state
         return "hung" if state == "serving" and not any(each.takes_work for each in self.replicas) else state
 
@@ -285,7 +281,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         )
 
     def device_report(self) -> None:
-        """Return None: each replica has a report."""
+        """Return None: each replica has one."""
 
     async def reset_prefix_cache(self) -> bool:
         return all(await self._call_all("reset_prefix_cache"))
@@ -320,7 +316,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         client: str | None,
         timeout: float | None,
     ) -> RoutedRequest:
-        """Make a request without validating its parameters, which the chosen replica does."""
+        """Make a request; the chosen replica validates its parameters."""
         unknown = options.keys() - {"lora_request", "kv_transfer_params"}
         if unknown:
             raise TypeError(f"a request has no {', '.join(sorted(unknown))}")

@@ -1,7 +1,7 @@
-"""The replica process: runs one engine and serves a front end over one connection, with which it ends.
+"""The replica process: runs one engine and serves a front end, over one connection with which it ends.
 
-A front end starts `python -m jaxllm.fleet.node` on its machine, with settings on standard input; `jaxllm serve
---headless` is the same elsewhere. All outputs of a step are in one frame.
+A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; on another machine it is `jaxllm
+serve --headless`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from jaxllm.sampling_params import SamplingParams
 from jaxllm.version import __version__
 
 _log = logging.getLogger(__name__)
-BEAT_SECONDS = 0.25  # interval of heartbeats
-NO_BOUND = 1 << 40  # the front end bounds the fleet's queue
-SECOND_SIGNAL = 130  # exit code of a shell after ^C
-_LOCAL = ("tokenizer",)  # fields of `ModelInfo` that each process reads from disk
+BEAT_SECONDS = 0.25  # between heartbeats
+NO_BOUND = 1 << 40  # the front end bounds the queue
+SECOND_SIGNAL = 130  # as in shells
+_LOCAL = ("tokenizer",)  # of `ModelInfo`, read from disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Settings:
     """A node's settings."""
 
     engine: Mapping[str, Any]
-    address: str  # of the front end: HOST:PORT, or the path of a Unix socket
-    number: int | None = None  # of a local replica; None: on another machine
+    address: str  # of the front end: HOST:PORT, or a Unix socket's path
+    number: int | None = None  # of a local replica
     key: str = ""
     ca: str | None = None
-    observes: bool = False  # forward events to the front end's observers
+    observes: bool = False  # for observers
     cores: tuple[int, ...] = ()
     hang_timeout: float = 8.0
     log_level: int = logging.WARNING
@@ -60,7 +60,7 @@ def split_address(address: str) -> tuple[str, int]:
 async def run(settings: Settings, engine: AsyncLLM | None = None) -> bool:
     """Load the engine, unless given, and serve the front end; return whether it sent "stop".
 
-    Raises UserError if the front end cannot be reached or refuses this replica.
+    Raises UserError if the front end refuses this replica.
     """
     if engine is None:
         bounds: dict[str, Any] = {"max_queued_requests": NO_BOUND, "max_queued_tokens": NO_BOUND}
@@ -91,7 +91,7 @@ async def _connect(settings: Settings) -> tuple[asyncio.StreamReader, asyncio.St
 
 
 class Node:
-    """A connection to a front end, and an `Observer` of the engine. Used on the event loop."""
+    """A connection to a front end, and an `Observer` of the engine."""
 
     def __init__(self, engine: AsyncLLM, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine = engine
@@ -164,7 +164,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # state "serving", for routing at once
+        self._say(*self._condition())  # for routing at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -180,7 +180,7 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except Exception as error:  # affects only this request
+        except Exception as error:
             self._say("error", name, _own(error))
         finally:
             self._requests.pop(name, None)
@@ -189,7 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a request that was dropped, even during its preparation; send nothing."""
+        """Cancel a dropped request and send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()
@@ -235,7 +235,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxllm").setLevel(settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, settings.cores)  # before libraries count the cores
+        os.sched_setaffinity(0, settings.cores)  # libraries count them
     asyncio.run(run(settings))
     return 0
 

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class FleetEngine:
-    """A fleet as a `SteppedEngine`: a step returns the next output of any request."""
+    """A fleet as a `SteppedEngine`: a step returns the next output."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -34,7 +34,7 @@ class FleetEngine:
         self._thread.start()
         self._told: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._live: set[str] = set()  # requests without a returned final output
+        self._live: set[str] = set()  # without a final output
         self._fleet = self._run(self._started())
 
     async def _started(self) -> FleetLLM:
@@ -97,13 +97,12 @@ class FleetEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._told.put((request_id, output))
-        except Exception as error:  # reported as by an engine: fails one request
+        except Exception as error:
             failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
             ids = list(accepted.prompt_token_ids)
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))
 
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
-        """Forget a request's task, unless the id belongs to a newer request."""
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
 
@@ -114,7 +113,7 @@ class FleetEngine:
         while True:
             request_id, output = self._told.get()
             if request_id not in self._live:
-                continue  # aborted
+                continue
             if output.finished:
                 self._live.discard(request_id)
             return [output]

@@ -1,4 +1,4 @@
-"""Places the prompts of a fleet: some replicas compute them, others continue them. Used on the event loop."""
+"""Some replicas compute prompts, others continue them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Prefills:
-    """The prompts being computed. The first replicas are producers, `decoders` the numbers of the others."""
+    """The prompts being computed by the first replicas; the others are `decoders`."""
 
     def __init__(self, config: EngineConfig, router: Router) -> None:
         self._prefillers = range(config.prefill_replicas)
         self.decoders = range(config.prefill_replicas, config.data_parallel_size)
         self._router = router
-        self._key = secrets.token_hex()  # other processes of the machine must not pull blocks
+        self._key = secrets.token_hex()  # for no other process of the machine
         self._running: dict[str, asyncio.Future[Mapping[str, Any] | None]] = {}
 
     def settings_of(self, number: int) -> dict[str, Any]:
-        """Return the settings of a replica."""
         role = "kv_producer" if number in self._prefillers else "kv_consumer"
         transfer = KvTransferConfig(kv_role=role, kv_connector_extra_config=TransferOptions(api_key=self._key))
         return {"kv_transfer_config": asdict(transfer), "prefill_replicas": 0, "decode_replicas": 0}
@@ -36,7 +35,7 @@ class Prefills:
     def begin(self, request: RoutedRequest) -> asyncio.Future[RoutedRequest | None] | None:
         """Compute a prompt; the result is the request for a decoder, None if the decoder must compute the prompt.
 
-        Returns None if it is not worthwhile: a decoder has all blocks of the prompt, or cannot use them.
+        Returns None if a decoder has all blocks.
         """
         given, count = request.sent, len(request.digests)
         if not isinstance(given, SamplingParams | None) or not count:
@@ -76,7 +75,7 @@ class Prefills:
         try:
             self._router.add(computed)
             found = await running
-        except UnavailableError:  # no replica for prompts
+        except UnavailableError:
             return None
         finally:
             del self._running[name]

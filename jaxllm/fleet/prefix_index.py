@@ -1,4 +1,4 @@
-"""An index of the blocks in each replica's prefix cache."""
+"""An index of replicas' prefix caches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from jaxllm.scheduler.state import BlockEvent, BlockRemoved, BlockStored
 class PrefixIndex:
     """Block digests by replica.
 
-    A dict from digest to a bit mask of replicas makes a prompt cost one look-up per block; a set per replica makes its
-    removal cheap.
+    A bit mask per digest makes a prompt cost one look-up per block; a set per replica makes its removal cheap.
     """
 
     def __init__(self) -> None:
-        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # bit (a power of two) and digests of each
+        self.replicas: dict[int, tuple[int, set[bytes]]] = {}  # bit (a power of two) and digests
         self.holders: dict[bytes, int] = {}
-        self.block_size = 0  # tokens per block; 0 before the first event
+        self.block_size = 0  # tokens; 0 before the first event
 
     def apply(self, replica: int, events: Iterable[BlockEvent]) -> None:
-        """Apply events in order. An unknown or removed number starts a new replica."""
+        """Apply events in order; an unknown number starts a new replica."""
         if replica not in self.replicas:
             used = sum(bit for bit, _ in self.replicas.values())
             self.replicas[replica] = ~used & (used + 1), set()
@@ -40,7 +39,7 @@ class PrefixIndex:
                 held.clear()
 
     def forget(self, replica: int) -> None:
-        """Remove a replica that lost its cache or events. Late events must not be applied."""
+        """Remove a replica that lost its cache or events; apply no later events."""
         if replica in self.replicas:
             bit, held = self.replicas.pop(replica)
             self._release(held, bit)
@@ -48,7 +47,7 @@ class PrefixIndex:
     def matches(self, digests: Sequence[bytes]) -> Mapping[int, int]:
         """Return the number of leading cached blocks per replica, if any."""
         all_have = sum(bit for bit, _ in self.replicas.values())
-        ends: list[tuple[int, int]] = []  # (replicas as bits, their number of leading cached blocks)
+        ends: list[tuple[int, int]] = []  # (replicas as bits, number of leading blocks)
         for count, digest in enumerate(digests):
             still_have = all_have & self.holders.get(digest, 0)
             if still_have != all_have:

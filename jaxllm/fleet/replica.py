@@ -1,7 +1,4 @@
-"""The front end's view of a replica: reported state, live requests and, if local, the process.
-
-Used on the event loop.
-"""
+"""The front end's view of a replica."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from jaxllm.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """A request for a replica, not validated yet."""
+    """A request not validated yet."""
 
     request_id: str
     internal_id: str
@@ -30,11 +27,11 @@ class RoutedRequest:
     prompt: Any
     prompt_token_ids: Sequence[int]
     digests: Sequence[bytes]
-    params: SamplingParams  # resolved, for merging outputs
-    sent: Any  # the parameters to send, as given
+    params: SamplingParams  # resolved
+    sent: Any  # parameters as given
     priority: int
     num_sequences: int
-    replicas: Sequence[int] | None = None  # that may run it; None: all
+    replicas: Sequence[int] | None = None  # None: all
     kv_transfer_params: Mapping[str, Any] | None = None
 
 
@@ -44,8 +41,8 @@ class RunningRequest:
 
     request: RoutedRequest
     num_tokens: int
-    num_runs: int  # replicas tried, this one included
-    has_output: bool = False  # delivered: the request cannot be rerouted
+    num_runs: int  # with this one
+    has_output: bool = False  # delivered, so it cannot be rerouted
 
 
 class Replica:
@@ -56,32 +53,32 @@ class Replica:
         self.is_local = is_local
         self.live: dict[str, RunningRequest] = {}
         self.num_tokens = 0
-        self.is_drained = False  # draining: takes no new work, and ends once idle
+        self.is_drained = False  # takes no new work, ends once idle
         self.is_given_up = False
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()  # set if the connection ended or the replica failed
+        self.lost = asyncio.Event()  # connection ended or replica failed
         self.error: Exception | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
         self._forget()
-        self._before = Metrics()  # totals of earlier processes
+        self._before = Metrics()
 
     def _forget(self) -> None:
         self.model: Mapping[str, Any] | None = None
         self.heard = 0.0
         self._state: EngineState = "loading"
         self._load = Load()
-        self._num_new_tokens = 0  # prompt tokens since the last heartbeat
+        self._num_new_tokens = 0  # since the last heartbeat
         self._now = Metrics()
         self._devices: DeviceReport | None = None
 
     @property
     def state(self) -> EngineState:
-        """The engine's state; "loading" without a process, "draining" during a drain."""
+        """The state; "loading" without a process, "draining" during a drain."""
         return "draining" if self.is_drained else self._state
 
     @property
@@ -90,11 +87,11 @@ class Replica:
 
     @property
     def metrics(self) -> Metrics:
-        """The counts of this replica, summed over its processes: a restart does not reset them."""
+        """Counts of this replica, summed over restarts."""
         return summed([self._before, self._now])
 
     def get_load(self) -> Load:
-        """Return the replica's load at the last heartbeat, updated by the requests sent since."""
+        """Return the load at the last heartbeat, with requests sent since."""
         live = sum(each.request.num_sequences for each in self.live.values())
         running = min(self._load.running, live)
         return self._load._replace(
@@ -113,7 +110,7 @@ class Replica:
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             env={**os.environ, **environment},
-            start_new_session=True,  # ^C reaches only the front end, which drains
+            start_new_session=True,  # ^C reaches only the front end
         )
         given = {each.name: getattr(settings, each.name) for each in fields(settings)}
         assert self.process.stdin is not None
@@ -129,7 +126,7 @@ class Replica:
         return self._writer is writer
 
     def send(self, *message: Any) -> None:
-        """Queue a message for the replica; those of one iteration of the event loop are sent together."""
+        """Queue a message; those of one iteration of the event loop are sent together."""
         packed = wire.pack(message)
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -141,7 +138,7 @@ class Replica:
             self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
-        """Send a message at once, not queued as by `send`, because the connection is about to be closed."""
+        """Send a message at once, before closing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.frame([wire.pack(message)]))
 
@@ -202,7 +199,7 @@ class Replica:
         for answer in calls.values():
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # marked as retrieved, in case the caller was cancelled
+                answer.exception()  # retrieved, in case the caller was cancelled
         self._before = self.metrics
         lost, self.live = [*self.live.values()], {}
         self.num_tokens = 0

@@ -1,6 +1,6 @@
 """The listener for replicas on other machines, and the greeting that authenticates them.
 
-Of an unauthenticated connection, 1 KiB is read and not decoded. At most 16 are open; a new one replaces the oldest.
+Of an unauthenticated connection, 1 KiB is read and not decoded; a new one replaces the oldest of 16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jaxllm.errors import UserError
 
 _log = logging.getLogger(__name__)
-HELLO_SECONDS = 10.0  # for a TLS handshake, and again for the greeting
+HELLO_SECONDS = 10.0  # for TLS, and again for the greeting
 MOST_STRANGERS = 16
 MOST_GREETING = 1024  # bytes
 _FAREWELL_SECONDS = 1.0
@@ -41,7 +41,7 @@ class Greeting(NamedTuple):
     """The first message of a connection."""
 
     version: str
-    number: str  # a local replica's number; else empty
+    number: str  # a local replica's, else empty
     key: bytes
 
     def pack(self) -> bytes:
@@ -68,10 +68,10 @@ def is_same_key(given: bytes, key: str) -> bool:
 
 
 class ReplicaListener:
-    """Accepts connections of replicas on other machines, and limits those that are not yet authenticated."""
+    """Accepts connections of replicas on other machines, and bounds unauthenticated ones."""
 
     def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
-        """`connected` checks the greeting, and then calls `admit`."""
+        """`connected` checks the greeting, then calls `admit`."""
         self._tls, self._connected = address.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""Routes requests to replicas, in place of an engine's inbox. Used on the event loop."""
+"""Routes requests to replicas, in place of an engine's inbox."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from jaxllm.fleet.replica import Replica, RoutedRequest
 from jaxllm.outputs import FinishReason
 
 NONE_TAKES_WORK = "No replica is available; retry later."
-MOST_RUNS = 2  # limits how many replicas a faulty request can crash
+MOST_RUNS = 2  # replicas that a faulty request can crash
 
 
 class Router:
     """Sends requests to replicas."""
 
     def __init__(self, replicas: list[Replica], fail: Callable[[str, Exception], None]) -> None:
-        """`replicas` are ordered by number; `fail(internal_id, error)` fails a request."""
+        """`replicas` are by number; `fail(internal_id, error)` fails a request."""
         self.replicas = replicas
         self.index = PrefixIndex()
         self._fail = fail
         self._of: dict[str, Replica] = {}
 
     def add(self, request: RoutedRequest, num_runs: int = 1) -> None:
-        """Send a request to the best replica; `num_runs` counts the replicas tried, this one included.
+        """Send a request to the best replica; raise UnavailableError if none is available.
 
-        Raises UnavailableError if no replica is available.
+        `num_runs` counts the replicas tried, with this one.
         """
         allowed = self.replicas if request.replicas is None else [self.replicas[each] for each in request.replicas]
         loads = {each.number: each.num_tokens for each in allowed if each.takes_work}
@@ -56,7 +56,7 @@ class Router:
             replica.send("forget", internal_id)
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause all replicas. Resuming is asynchronous: `FleetLLM.resume`."""
+        """Pause all replicas; `FleetLLM.resume` resumes."""
         for replica in self.replicas:
             if is_paused and replica.model is not None:
                 replica.call("pause", "keep")
@@ -65,7 +65,7 @@ class Router:
         """Do nothing: `FleetLLM.close` stops the replicas."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Reroute the requests of a lost replica. Fail those with delivered output or `MOST_RUNS` runs."""
+        """Reroute the requests of a lost replica; fail those with delivered output or `MOST_RUNS` runs."""
         self.index.forget(replica.number)
         for live in replica.end(error):
             name = live.request.internal_id

@@ -1,7 +1,4 @@
-"""Starts and restarts local replicas, accepts all connections, detects lost replicas.
-
-Used on the event loop.
-"""
+"""Starts and restarts local replicas, accepts connections, detects lost replicas."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from jaxllm.version import __version__
 from pallas_kernels.own_folders import OwnFolder
 
 _log = logging.getLogger(__name__)
-WARN_SECONDS = 1.0  # between warnings about refused connections
+WARN_SECONDS = 1.0  # between warnings
 LOOK_SECONDS = 0.25
-START_SECONDS = 120.0  # for a process to connect; importing JAX is slow
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
-WELL_SECONDS = 60.0  # … and reset after serving this long
-MOST_FAILED_STARTS = 5  # in a row, then the replica is given up
+START_SECONDS = 120.0  # to connect; importing JAX is slow
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled …
+WELL_SECONDS = 60.0  # … and reset after this long
+MOST_FAILED_STARTS = 5  # in a row, before giving up
 
 
 class Listener(Protocol):
@@ -63,7 +60,7 @@ class Supervisor:
     ) -> None:
         """`settings_of(number, socket path)` returns a local replica's settings and environment.
 
-        `module` is its main module. A replica that is silent for `hang_timeout` seconds counts as lost.
+        A replica silent for `hang_timeout` seconds counts as lost.
         """
         self._replicas, self._listener, self._settings_of = replicas, listener, settings_of
         self._hang_timeout, self._module, self._address = hang_timeout, module, address
@@ -112,7 +109,7 @@ class Supervisor:
         self._folder.remove()
 
     async def drain(self, replica: Replica) -> None:
-        """Return once the replica is idle and, if local, serves again after a restart."""
+        """Drain a replica until it is idle and, if local, serves again after a restart."""
         if not replica.takes_work:
             raise UnavailableError(f"Replica {replica.number} is not available (state {replica.state}).")
         if sum(each.takes_work for each in self._replicas) == 1:
@@ -133,7 +130,7 @@ class Supervisor:
                 end = await self.until_lost(replica)
             except OSError as error:
                 end = End(f"it cannot be started: {error}", was_loaded=False, is_planned=False)
-                is_short = is_exhaustion(error)  # out of resources: not the replica's fault
+                is_short = is_exhaustion(error)
             finally:
                 await replica.reap()
             if replica.error is not None and not any(each.model is not None for each in self._replicas):
@@ -166,14 +163,14 @@ class Supervisor:
             _log.warning("replica %d disconnected: %s; its slot is free", replica.number, end.why)
 
     async def until_lost(self, replica: Replica) -> End:
-        """Notify the listener of a replica's loss; return the reason."""
+        """Wait for the loss of a replica, notify the listener, and return the reason."""
         why = ""
         looked = replica.heard = time.monotonic()
         while not why:
             with suppress(TimeoutError):
                 await asyncio.wait_for(replica.lost.wait(), LOOK_SECONDS)
             before, looked = looked, time.monotonic()
-            # If this process was suspended, messages are still unread.
+            # If this process was suspended, messages are unread.
             silent = looked - replica.heard if looked - before < 4 * LOOK_SECONDS else 0.0
             if replica.is_drained and not replica.live:
                 why = "it is drained"
@@ -216,7 +213,7 @@ class Supervisor:
                 self._listener.heard(replica, said)
                 said = await wire.read_frame(reader)
         except (EOFError, OSError, TimeoutError):
-            pass  # the peer disconnected or is not a replica
+            pass  # the peer disconnected, or is no replica
         except Exception as error:
             if replica is None:
                 self._warn("a connection to the fleet's address is closed: %s", error)
@@ -228,7 +225,7 @@ class Supervisor:
                 replica.lost.set()
 
     def _warn(self, text: str, why: object) -> None:
-        """Log a warning, at most one a second: any peer can cause them."""
+        """Log at most one warning a second: any peer can cause them."""
         now = time.monotonic()
         if now - self._warned >= WARN_SECONDS:
             self._warned = now

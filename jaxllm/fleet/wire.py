@@ -1,7 +1,6 @@
 """Messages between a front end and its replicas: msgpack lists of plain data and `CLASSES`.
 
-A frame is a length of four bytes and a list of messages; a message is a list that begins with its name. Decoding
-creates no other classes. Both ends have the same version, checked first.
+A frame is a length of four bytes and a list of messages, which begin with their names. No other classes are decoded.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ CLASSES: Mapping[str, type[Any]] = {
 }
 _ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
 _TUPLE, _OBJECT, _ERROR, _ARRAY, _SET = range(1, 6)
-MOST_BYTES = 1 << 30  # of a frame
-_MOST_LEVELS = 32  # of nested objects: each takes 20 kB of the stack, and ours have six at most
+MOST_BYTES = 1 << 30
+_MOST_LEVELS = 32  # nested objects take 20 kB of stack each; ours have six levels
 _LENGTH = struct.Struct("!I")
 
 
@@ -50,7 +49,7 @@ def unpack(packed: bytes, level: int = 0) -> Any:
 
 
 def frame(messages: list[bytes]) -> bytes:
-    """Join messages into one frame; each is packed separately so that a failure affects one."""
+    """Join messages, packed separately so that failures affect one, into a frame."""
     packed = msgpack.Packer().pack_array_header(len(messages)) + b"".join(messages)
     return _LENGTH.pack(len(packed)) + packed
 

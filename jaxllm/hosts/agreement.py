@@ -1,4 +1,4 @@
-"""The agreement of a group's processes before they load a model: fingerprints, devices and memory."""
+"""The agreement of processes before they load a model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jaxllm.setup.model_setup import choose_devices, describe_programs, free_byt
 _OWN = {  # may differ between hosts
     *("model", "tokenizer", "revision", "skip_tokenizer_init", "compilation_cache_dir", "compilation_cache_bytes"),
     *("kv_cache_memory_bytes", "gpu_memory_utilization", "num_kv_blocks", "max_model_len"),  # the least is agreed
-    *("logits_processors", "kernels", "enable_kv_cache_events"),  # the first two are compared by `describe_programs`
+    *("logits_processors", "kernels", "enable_kv_cache_events"),  # `describe_programs` compares the first two
 }
-MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process; ours are noticed long before
+MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A process's choices: `shared` must be equal; of the numbers the least is used."""
+    """A process's choices: `shared` must be equal; the least of each number is used."""
 
     shared: Mapping[str, str]
     num_blocks: int
@@ -41,7 +41,7 @@ class Offer:
 
 
 def check(config: EngineConfig) -> None:
-    """Raise UserError for settings that a group of hosts does not support."""
+    """Raise UserError for unsupported settings."""
     asked = {
         "enable_lora": config.enable_lora,
         "kv_offloading_size": config.kv_offloading_size > 0,
@@ -60,12 +60,12 @@ def check(config: EngineConfig) -> None:
 
 
 def start_devices(config: EngineConfig, settings: HostSettings) -> None:
-    """Join JAX's processes; raise UserError if that fails. Called before anything uses a device.
+    """Join JAX's processes, before anything uses a device; raise UserError if that fails.
 
-    Afterwards no process waits for another one until they have agreed, so that any may refuse.
+    Until they have agreed no process waits for another, so any may refuse.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from this process
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         jax.distributed.initialize(
@@ -93,7 +93,7 @@ def own_config(config: EngineConfig, settings: HostSettings) -> EngineConfig:
 
 
 def offer(config: EngineConfig) -> Offer:
-    """Choose as if alone, before anything large is read. Raises UserError."""
+    """Choose as if alone; raise UserError for unsupported models."""
     setup = prepare(config)
     if setup.head is not None:
         raise combinations.refusal("num_hosts", combinations.POOLS)
@@ -112,21 +112,20 @@ def offer(config: EngineConfig) -> Offer:
 
 
 def agreed(config: EngineConfig, num_blocks: int, max_model_len: int, precompile: Precompile) -> EngineConfig:
-    """Return the configuration that all processes load."""
     return replace(
         config, num_kv_blocks=num_blocks, kv_cache_memory_bytes=None, max_model_len=max_model_len, precompile=precompile
     )
 
 
 def precompiled(config: EngineConfig) -> Precompile:
-    """Return when programs are compiled: before the first request, since hosts must choose the same ones."""
+    """Return when programs are compiled: before the first request, for the same ones on all hosts."""
     if config.precompile != "auto":
         return config.precompile
     return "covering" if jax.default_backend() == "cpu" else "all"
 
 
 def least(offers: Sequence[Offer]) -> tuple[int, int]:
-    """Return the blocks and the length that all hold; raise UserError if the offers, by rank, differ otherwise."""
+    """Return the blocks and the length that all hold; raise UserError if the offers differ otherwise."""
     first = offers[0]
     for rank, other in enumerate(offers):
         names = sorted(first.shared.keys() | other.shared.keys())
@@ -147,12 +146,11 @@ def settled(runner: Runner) -> dict[str, str]:
 
 
 def keys_of(runner: Runner) -> list[Any]:
-    """Return the keys of all programs, in the same order in each process."""
     return [*runner.programs.covering, *runner.programs.rest]
 
 
 def meet(layout: Layout) -> None:
-    """Sum a number of each device over all: the first collective, which connects the processes."""
+    """Sum over all devices: the first collective, which connects the processes."""
     sharding = layout.sharding("heads")
     ones = jax.make_array_from_callback((layout.shards("heads"),), sharding, lambda index: jnp.ones(1, jnp.int32))
     total = jax.jit(jnp.sum, out_shardings=layout.sharding())(ones)

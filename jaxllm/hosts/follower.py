@@ -1,4 +1,4 @@
-"""A follower: the replay of the leader's calls, with a device."""
+"""A follower: a replay of the leader's calls, with a device."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from jaxllm.setup.model_setup import prepare
 
 _log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
-FAREWELL_SECONDS = 0.5  # so that the leader reads a last message
-SECOND_SIGNAL = 130  # exit code of a shell after ^C
+FAREWELL_SECONDS = 0.5  # for the leader to read a last message
+SECOND_SIGNAL = 130  # as in shells
 
 
 class DivergedError(Exception):
@@ -51,11 +51,11 @@ class Steps:
         self._replayer = Replayer(runner.limits)
         self._keys = agreement.keys_of(runner)
         self._sampling = np.zeros((runner.geometry.num_slots, ROW_WIDTH), np.int32)
-        self._flights: dict[int, StepInFlight | HeldStep] = {}  # by the plan's number
+        self._flights: dict[int, StepInFlight | HeldStep] = {}
         self._num_calls = 0
 
     def take(self, message: list[Any]) -> None:
-        """Repeat a call; raise DivergedError."""
+        """Repeat a call; raise DivergedError if a plan, batch or token differs."""
         name = message[0]
         if name == Call.STEP:
             self._dispatch(*message[1:])
@@ -79,7 +79,7 @@ class Steps:
             raise DivergedError(moment.difference.replace("recorded", "the leader has"))
 
     def _compare(self, entry: list[Any]) -> None:
-        """Raise DivergedError if a step's tokens are not the leader's."""
+        """Raise DivergedError if a step's tokens differ from the leader's."""
         _, _, number, known, failed, lengths, _ = entry
         plan, flight = self._replayer.plans[number], self._flights.pop(number)
         for older in [older for older in self._flights if older < number]:
@@ -89,7 +89,7 @@ class Steps:
         num_rows = len(plan.slots)
         leaders = np.frombuffer(known, np.int32).reshape(num_rows, -1)
         own = (result.tokens.T * plan.samples).T.reshape(num_rows, -1)
-        width = min(leaders.shape[1], own.shape[1])  # a grammar may add tokens that it forces
+        width = min(leaders.shape[1], own.shape[1])  # a grammar may add forced tokens
         counts = np.ones(num_rows, np.int32) if lengths is None else np.frombuffer(lengths, np.int32)
         is_kept = np.arange(width) < counts[:, None]
         is_finite = np.ones(num_rows, np.bool_)
@@ -164,9 +164,9 @@ class Follower:
         self._is_awaiting = self._is_leaving = False
 
     def run(self, config: EngineConfig) -> int:
-        """Return 0 if the leader ended the group; raise UserError if the group does not agree.
+        """Follow until the leader ends the group, and return 0; raise UserError without agreement.
 
-        A lost or failed leader ends the process with code 1: a thread that waits for a device cannot be interrupted.
+        After a failure the process ends with code 1: a thread that waits for a device cannot be interrupted.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -178,7 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
-            self._is_awaiting = True  # this process has its own message
+            self._is_awaiting = True  # for its own error message
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise
@@ -231,7 +231,7 @@ class Follower:
             except RefusedError as error:
                 message = f"host 0 at {settings.coordinator} refuses this process: {error}."
                 raise UserError(message, "coordinator") from error
-            except (OSError, EOFError, ValueError) as error:  # it does not listen yet
+            except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() > end:
                     message = f"coordinator {settings.coordinator} cannot be reached: {error}."
                     raise UserError(message, "coordinator") from error
@@ -279,13 +279,13 @@ class Follower:
                 beaten = looked
                 call = self._call
                 self.link.try_send("beat", looked - self._since if call else 0.0, call)
-            if looked - before > 8 * LOOK_SECONDS:  # this process was suspended
+            if looked - before > 8 * LOOK_SECONDS:
                 self._heard = looked
             elif looked - self._heard > self.settings.silence:
                 self._leave(f"host 0 is lost: no message for {looked - self._heard:.0f} s")
 
     def _leave(self, why: str, farewell: bool = True) -> NoReturn:
-        """Report a failure to the log and, as a farewell, to the leader, and end the process."""
+        """Report a failure and end the process."""
         _log.error("host %d stops: %s", self.settings.rank, why)
         if self.link is not None and farewell:
             self.link.try_send("failed", why)

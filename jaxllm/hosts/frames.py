@@ -1,4 +1,4 @@
-"""The leader's messages besides the scheduler's calls, which are entries of `replay.recording.Kind`."""
+"""The leader's messages, besides entries of `replay.recording.Kind`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from enum import IntEnum
 class Call(IntEnum):
     """The type of a message; its fields follow."""
 
-    # Plan number, indices of its programs, checksum of the packed batch; then inputs that the scheduler does not know:
-    # sampling rows and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
+    # Plan number, indices of its programs, checksum of the packed batch; inputs that the scheduler lacks: sampling rows
+    # and extras by slot, int32 as bytes; tokens (slot, position, token); scored positions.
     STEP = 32
-    SAMPLE = 33  # plan number; rows with a mask, their masks (int32 as bytes)
-    RENEW = 34  # allocate the device's state again, after a failed step
-    STOP = 35  # the reason; "" for a planned end
+    SAMPLE = 33  # plan number; rows with a mask, their masks (int32)
+    RENEW = 34  # allocate the device's state again
+    STOP = 35  # reason; "" if planned
     BEAT = 36

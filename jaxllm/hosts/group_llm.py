@@ -17,7 +17,7 @@ from jaxllm.hosts.settings import HostSettings
 class GroupLLM(AsyncLLM):
     """The leader's engine; the other hosts run `follower.Follower`.
 
-    After a failure of any host it is dead, and this process must end: threads may wait for a device forever.
+    After a failure of any host this process must end: threads may wait for a device forever.
     """
 
     def __init__(self, model: str | EngineConfig | None, settings: HostSettings, **given: Any) -> None:
@@ -41,6 +41,6 @@ class LeaderThread(EngineThread):
     def _turn(self, engine: LLMEngine) -> bool:
         try:
             return super()._turn(engine)
-        except BaseException as error:  # the followers must fail too
+        except BaseException as error:  # fail the followers too
             self._leader.stop(f"{type(error).__name__}: {error}")
             raise

@@ -1,4 +1,4 @@
-"""The leader: assembles the group, sends each call to the followers, and notices lost, stopped or stuck processes."""
+"""The leader: assembles the group, sends each call, and notices lost, stopped or stuck processes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.scheduler.state import Plan
 
 _log = logging.getLogger(__name__)
-START_SECONDS = 600.0  # for all followers to connect
-CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects all devices
-NOTE_SECONDS = 10.0  # between log lines while the leader waits
+START_SECONDS = 600.0
+CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects
+NOTE_SECONDS = 10.0  # between log lines
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
-MOST_STRANGERS = 16  # connections that have not proved the key; further ones are closed
-STOP_SECONDS = 5.0  # for followers to end
-FAREWELL_SECONDS = 1.0  # … after a failure
+MOST_STRANGERS = 16  # connections without a proof of the key
+STOP_SECONDS = 5.0
+FAREWELL_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -53,18 +53,18 @@ class _Follower:
     address: str
     heard: float
     is_gone: bool = False
-    busy: float = 0.0  # seconds that it has worked on `call`
+    busy: float = 0.0  # on `call`
     call: str = ""
-    said: dict[str, list[Any]] = field(default_factory=dict)  # the newest message of each kind, until taken
+    said: dict[str, list[Any]] = field(default_factory=dict)  # newest message of each kind
 
     def __str__(self) -> str:
         return f"host {self.rank} ({self.address})"
 
 
 class Leader:
-    """The leader's end of a group. The engine's thread calls it; `on_failed` is called once, from another thread.
+    """The leader's end of a group, for the engine's thread; another thread calls `on_failed` once.
 
-    By default `on_failed` ends the process with code 1: a thread that waits for a device cannot be interrupted.
+    By default it ends the process: a thread that waits for a device cannot be interrupted.
     """
 
     def __init__(self, settings: HostSettings, on_failed: Callable[[BaseException], None] | None = None) -> None:
@@ -76,12 +76,12 @@ class Leader:
         self._is_complete = False
         self._is_stopping = False
         self._strangers = threading.Semaphore(MOST_STRANGERS)
-        self._waits_since: float | None = None  # for a device
+        self._waits_since: float | None = None
         self._waits_for, self._waits_most = "", settings.silence
-        self.dirty: set[int] = set()  # slots with sampling parameters that the followers need
+        self.dirty: set[int] = set()  # slots with parameters to send
 
     def make_engine(self, config: EngineConfig, progress: bool = False, metrics: Metrics | None = None) -> LLMEngine:
-        """Assemble the group and load the model on every host; raise UserError, on every host, if they do not agree."""
+        """Assemble the group and load the model on every host; raise UserError, on all, if they do not agree."""
         metrics = Metrics() if metrics is None else metrics
         try:
             agreement.check(config)
@@ -123,13 +123,13 @@ class Leader:
             raise self.error
 
     def stop(self, why: str = "") -> None:
-        """End the followers, with code 0 unless there is a reason, and wait for them."""
+        """End the followers, with code 0 unless there is a reason, and wait."""
         if self.error is None and not self._is_stopping:
             self._end(why)
 
     @contextmanager
     def waiting(self, what: str, seconds: float | None = None) -> Iterator[None]:
-        """Fail the group if this takes longer than `seconds`, by default `silence`."""
+        """Fail the group if the block takes longer than `seconds`, by default `silence`."""
         self._waits_for, self._waits_most = what, self.settings.silence if seconds is None else seconds
         self._waits_since = time.monotonic()
         try:
@@ -177,7 +177,7 @@ class Leader:
             try:
                 return socket.create_server((settings.host, settings.port), family=family)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # a name that a cluster makes now
+                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # the name may come
                     time.sleep(1.0)
                     continue
                 raise UserError(
@@ -203,7 +203,7 @@ class Leader:
                 return
             before = self._followers.get(rank)
             self._followers[rank] = _Follower(rank, connection, address, time.monotonic())
-        if before is not None:  # it was restarted while the leader waited
+        if before is not None:  # restarted
             before.link.try_send("refused", f"another process has connected as rank {rank}")
             before.link.close()
         _log.info("host %d has connected from %s", rank, address)
@@ -218,7 +218,7 @@ class Leader:
                     follower.busy, follower.call = float(given[0]), str(given[1])
                 elif name == "failed":
                     self._fail(f"{follower} failed: {given[0]}")
-                elif name == "refuses":  # a UserError
+                elif name == "refuses":
                     self._fail(f"{follower}: {given[0]}", UserError(f"host {follower.rank}: {given[0]}"))
                 else:
                     with self._changed:
@@ -243,7 +243,7 @@ class Leader:
                 beaten = looked
                 for follower in self._followers.values():
                     follower.link.try_send(Call.BEAT)
-            if looked - before > 8 * LOOK_SECONDS:  # this process was suspended: messages are unread
+            if looked - before > 8 * LOOK_SECONDS:  # suspended: messages are unread
                 for follower in self._followers.values():
                     follower.heard = looked
                 continue
@@ -290,7 +290,7 @@ class Leader:
         _log.error("%s", error)
         for follower in self._followers.values():
             follower.link.try_send(Call.STOP, why)
-        if cause is None:  # a refusal is raised by `_gather`
+        if cause is None:  # `_gather` raises refusals
             self.on_failed(error)
 
     def _exit(self, error: BaseException) -> None:
@@ -298,7 +298,6 @@ class Leader:
         os._exit(1)
 
     def _end(self, why: str) -> None:
-        """Stop the followers and wait for their ends."""
         self._is_stopping = True
         for follower in self._followers.values():
             if why:
@@ -306,7 +305,7 @@ class Leader:
             else:
                 with suppress(OSError):
                     follower.link.send(Call.STOP, why)
-        # JAX's service, which this process has, would end them with a stack trace.
+        # JAX's service, in this process, would end them with a stack trace.
         if self._is_complete:
             with self._changed:
                 self._changed.wait_for(lambda: all(each.is_gone for each in self._followers.values()), STOP_SECONDS)
@@ -335,7 +334,7 @@ class _Sender(EventRecorder):
 
 
 class _Watched(NamedTuple):
-    """A dispatched step that is waited for with a time limit."""
+    """A dispatched step that is awaited with a time limit."""
 
     flight: StepInFlight
     leader: Leader
@@ -346,9 +345,9 @@ class _Watched(NamedTuple):
 
 
 class LeadingRunner(Runner):
-    """A runner that sends each step's inputs to the followers, then runs it."""
+    """Sends each step's inputs to the followers, then runs it."""
 
-    leader: Leader | None = None  # None while it loads
+    leader: Leader | None = None
 
     @cached_property
     def _places(self) -> Mapping[Key, int]:

@@ -1,7 +1,7 @@
-"""A connection between the leader and a follower: frames of plain data, after proofs of the group's key.
+"""A connection between the leader and a follower, after proofs of the group's key.
 
-A frame is a length of four bytes and a msgpack value. Nothing is decoded into classes. The key keeps strangers out;
-it does not encrypt: like NCCL and gloo, a group needs a private network.
+A frame is a length of four bytes and a msgpack value, never decoded into classes. The key does not encrypt: like NCCL
+and gloo, a group needs a private network.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgpack
 
 from jaxllm.version import __version__
 
-MOST_BYTES = 1 << 30  # of a frame
-MOST_GREETING = 1024  # of a frame before the proof
+MOST_BYTES = 1 << 30
+MOST_GREETING = 1024  # before the proof
 GREETING_SECONDS = 10.0
 _PROOF_BYTES = 32
 _LENGTH = struct.Struct("!I")
@@ -27,7 +27,7 @@ _PROTOCOL = "jaxllm hosts 1"
 
 
 class RefusedError(Exception):
-    """The other end is not a process of this group."""
+    """The other end is not of this group."""
 
 
 class Link:
@@ -40,14 +40,14 @@ class Link:
         peer.settimeout(GREETING_SECONDS)
 
     def greeted(self, silence: float) -> None:
-        """Wait without limit for messages from now on, and `silence` seconds at most to send one."""
+        """Receive without time limit from now on; send within `silence` seconds."""
         self._socket.settimeout(None)
         whole, part = divmod(silence, 1.0)
         limit = struct.pack("ll", int(whole), int(part * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, *message: Any) -> None:
-        """Raises OSError."""
+        """Send, or raise OSError."""
         frame = _frame(message)
         with self._lock:
             self._socket.sendall(frame)
@@ -94,7 +94,7 @@ def _frame(message: Any) -> bytes:
 
 
 def greet(link: Link, key: bytes, rank: int, num_hosts: int) -> None:
-    """Follower: prove the key, and check the leader's proof. Raises RefusedError, EOFError, OSError, ValueError."""
+    """Prove the key as a follower, and check the leader's proof; raise RefusedError, EOFError, OSError, ValueError."""
     (leaders,) = link.receive(MOST_GREETING)
     if not isinstance(leaders, bytes):
         raise ValueError("a greeting that is no challenge")
@@ -108,7 +108,7 @@ def greet(link: Link, key: bytes, rank: int, num_hosts: int) -> None:
 
 
 def accept(link: Link, key: bytes, num_hosts: int) -> int:
-    """Leader: check a follower's proof, and return its rank. Raises as `greet`."""
+    """Check a follower's proof as the leader, and return its rank; raise as `greet`."""
     own = secrets.token_bytes(_PROOF_BYTES)
     link.send(own)
     version, rank, its_hosts, challenge, proof = link.receive(MOST_GREETING)

@@ -1,4 +1,4 @@
-"""Run a command in a child process, and start it again when it fails."""
+"""Run a command in a child process, and restart it when it fails."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _log = logging.getLogger(__name__)
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled each time …
-WELL_SECONDS = 60.0  # … and reset after running this long
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds before a restart, doubled …
+WELL_SECONDS = 60.0  # … and reset after this long
 LOOK_SECONDS = 0.1
-FINAL = (0, 2, 130)  # exit codes that a restart would not change: a drain, wrong usage, ^C
+FINAL = (0, 2, 130)  # exit codes: a drain, wrong usage, ^C
 
 
-PARENT = "_JAXLLM_RESTART_PARENT"  # in the environment of a child: its parent's process id
+PARENT = "_JAXLLM_RESTART_PARENT"  # a child's variable: its parent's process id
 
 
 def is_child() -> bool:
@@ -26,7 +26,7 @@ def is_child() -> bool:
 
 
 def end_with_parent() -> None:
-    """End this process when the parent that restarts it has ended."""
+    """End this process once the parent that restarts it has ended."""
     parent = int(os.environ[PARENT])
 
     def watch() -> None:
@@ -38,9 +38,9 @@ def end_with_parent() -> None:
 
 
 def keep_running(command: Sequence[str], stopped_seconds: float) -> int:
-    """Return the exit code once it is in `FINAL`, or after SIGTERM or SIGINT, which the child gets too.
+    """Run a command until its exit code is in `FINAL`, or SIGTERM or SIGINT, passed on to it; return the code.
 
-    A child that is stopped (SIGSTOP) for `stopped_seconds` is killed, and started again.
+    A child stopped (SIGSTOP) for `stopped_seconds` is killed and started again.
     """
     signalled: list[int] = []
     child: subprocess.Popen[bytes] | None = None

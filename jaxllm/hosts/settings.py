@@ -1,4 +1,4 @@
-"""A process's place in a group of hosts."""
+"""A process's place in a group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ KEY_VARIABLE = "JAXLLM_HOSTS_KEY"
 class HostSettings:
     """A process's place in a group.
 
-    The leader listens at `coordinator`; JAX's coordination service has the next port. `silence`: seconds without a
-    message, or of one step, after which a process counts as lost.
+    The leader listens at `coordinator`, JAX's service at the next port. `silence`: seconds without a message, until a
+    process counts as lost.
     """
 
     num_hosts: int
@@ -46,5 +46,5 @@ class HostSettings:
 
     @property
     def key(self) -> bytes:
-        """The shared secret that both ends of a connection prove; empty without the environment variable."""
+        """The shared secret; empty without the environment variable."""
         return os.environ.get(KEY_VARIABLE, "").encode()

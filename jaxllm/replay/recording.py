@@ -1,7 +1,7 @@
 """Record each scheduler call, with time and sampled tokens, for `jaxllm replay`.
 
 A recording is a file of msgpack values: header, calls, end mark. A killed process loses at most its current step and
-the mark. A full disk or the size limit ends only the recording.
+the mark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxllm.version import __version__
 MAGIC = "jaxllm recording"
 FORMAT = 9
 MIN_BYTES = 1 << 20
-_PSEUDONYM = 1 << 30  # minimum; above all vocabularies, so a pseudonym is never a stop token
+_PSEUDONYM = 1 << 30  # above all vocabularies, so never a stop token
 _log = logging.getLogger(__name__)
 
 
@@ -45,17 +45,17 @@ class Kind(IntEnum):
     ABORT = 1  # reasons by id
     RESET = 2
     PLAN = 3  # number, decodes, rows, tokens, checksum
-    # Number, tokens, rows with non-finite logits; per row the tokens kept and sampled, None for one each.
+    # Number, tokens, rows with non-finite logits; per row the tokens kept and sampled (None: one each).
     COMMIT = 4
     END = 5
     FORK = 6  # target, source and token of each move
-    LANDED = 7  # plan, group and block of each copy to the host that has ended, and whether it succeeded
-    RECEIVED = 8  # id of a request; group and index of each block of its prompt that another engine computed
-    PASSED_OVER = 9  # ids of waiting requests that are not admitted for now
+    LANDED = 7  # plan, group and block of each ended copy, and whether it succeeded
+    RECEIVED = 8  # id; group and index of each fetched block
+    PASSED_OVER = 9  # ids
 
 
 class EventRecorder(ABC):
-    """Makes an entry of each call, on the engine's thread; implements `recorded.Recorder`. Subclasses write entries."""
+    """Makes an entry of each call, on the engine's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
         """`clock` is the engine's; `pseudonyms` replace tokens."""
@@ -69,7 +69,7 @@ class EventRecorder(ABC):
 
     @abstractmethod
     def write(self, entry: list[Any]) -> None:
-        """Write an entry of plain data for msgpack."""
+        """Write plain data with msgpack."""
 
     def begin(self, core: RecordedScheduler) -> None:
         self._start = self._clock()
@@ -100,7 +100,7 @@ class EventRecorder(ABC):
             self.write([Kind.PASSED_OVER, self._now(), list(request_ids)])
 
     def planned(self, plan: Plan) -> None:
-        """Record a plan's sizes and checksum; a replay recomputes the plan."""
+        """Record sizes and checksum; a replay recomputes the plan."""
         if self.is_on:
             self.write([Kind.PLAN, self._microseconds(plan.now), *describe(plan)])
 
@@ -116,7 +116,7 @@ class EventRecorder(ABC):
         if not self.is_on:
             return
         failed = None if is_finite is None or is_finite.all() else np.flatnonzero(~is_finite).tolist()
-        # Rows that do not sample hold arbitrary values.
+        # Other rows hold arbitrary values.
         known = (tokens.T * plan.samples).T.astype(np.int32)
         if self._pseudonyms is not None:
             known = self._disguised(tokens, events, self._pseudonyms)
@@ -130,7 +130,7 @@ class EventRecorder(ABC):
         hidden = np.asarray(pseudonyms.extend(sequences.tolist(), events.tokens.tolist()), np.int32)
         ends = np.cumsum(events.counts)
         for sequence, reason in events.finished.items():
-            if reason == "stop":  # blocks with this token are never shared
+            if reason == "stop":
                 last = ends[events.ids == sequence] - 1
                 hidden[last] = events.tokens[last]
         places = np.arange(len(hidden)) - np.repeat(ends - events.counts, events.counts)
@@ -170,8 +170,7 @@ class FileRecorder(EventRecorder):
     ) -> None:
         """Record into `path`, at most `max_bytes`; an existing file is renamed to `path`.old.
 
-        With `is_redacted`, each token is replaced by a hash, with a key that is not stored, of all tokens up to it:
-        prefix sharing is preserved. `about` is shown to readers; `clock` is the engine's.
+        With `is_redacted`, tokens are replaced by keyed hashes; the key is not stored. `about` is shown to readers.
         """
         super().__init__(clock, Pseudonyms() if is_redacted else None)
         if max_bytes < MIN_BYTES:
@@ -180,12 +179,12 @@ class FileRecorder(EventRecorder):
         self._max_bytes = max_bytes
         self._about = dict(about or {})
         self.size = 0
-        try:  # fail before the model is loaded
+        try:  # before the model is loaded
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # contains users' texts
+            self.file: io.FileIO | None = io.FileIO(os.open(self.path, flags, 0o600), "w")  # users' texts
         except OSError as error:
             raise UserError(f"record: cannot write {path}: {error.strerror}.", "record") from error
 
@@ -216,7 +215,7 @@ class FileRecorder(EventRecorder):
                 file.close()
 
     def write(self, entry: list[Any]) -> None:
-        """Append an unbuffered entry: one system call, 2 us, survives a crash."""
+        """Append an entry unbuffered, to survive a crash: 2 us."""
         if self.file is None:
             return
         data = cast(bytes, msgpack.packb(entry))
@@ -237,7 +236,7 @@ class Pseudonyms:
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
-        self._states: dict[int, bytes] = {}  # by sequence: hash of the key and all tokens
+        self._states: dict[int, bytes] = {}  # hash of key and tokens
 
     def begin(self, sequence: int, tokens: Sequence[int]) -> array[int]:
         self._states[sequence] = self._key
@@ -289,7 +288,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 
 
 def describe(plan: Plan) -> list[int]:
-    """Return a plan's number, decode rows, rows, tokens, and a checksum of its columns."""
+    """Return a plan's sizes, and a checksum of its columns."""
     check = 0
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)

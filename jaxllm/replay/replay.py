@@ -1,7 +1,4 @@
-"""Replay a recording: run the scheduler on all recorded calls, without device or weights.
-
-Reports the first plan that differs.
-"""
+"""Replay a recording on the scheduler alone; report the first plan that differs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, Source, State
 from jaxllm.speculative_config import MAX_DRAFTS
 
-MAX_ENTRY = 1 << 30  # bytes of one value
-END_OF_TIME = 253_402_300_800.0  # seconds from 1970 to the year 10000, beyond dates
+MAX_ENTRY = 1 << 30  # bytes of a value
+END_OF_TIME = 253_402_300_800.0  # year 10000, beyond dates
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -43,11 +40,11 @@ class Moment(NamedTuple):
     """An event, and the state after it."""
 
     number: int
-    time: float  # seconds since the recorded engine's start
+    time: float  # since the engine's start
     kind: Kind
     state: State
-    plan: Plan | None = None  # computed now, or being committed
-    events: Events | None = None  # of a commit
+    plan: Plan | None = None  # computed, or being committed
+    events: Events | None = None
     added: tuple[Request, ...] = ()
     aborted: Mapping[int, str] | None = None
     forked: tuple[Fork, ...] = ()
@@ -59,10 +56,10 @@ class Replayer:
 
     def __init__(self, limits: Limits) -> None:
         self.core = RecordedScheduler(limits)
-        self.plans: dict[int, Plan] = {}  # not committed, by number
+        self.plans: dict[int, Plan] = {}
 
     def take(self, entry: list[Any], number: int) -> Moment:
-        """Repeat the call of an entry other than END; `number` is the moment's."""
+        """Repeat the call of an entry other than END."""
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:
             requests = tuple(map(_read_request, entry[2]))
@@ -95,7 +92,7 @@ class Replayer:
             return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
         plan = self.plans.pop(entry[2])
         for older in [older for older in self.plans if older < plan.number]:
-            del self.plans[older]  # empty, or all its requests have ended
+            del self.plans[older]  # empty or ended
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
@@ -129,8 +126,8 @@ class Replay:
         if not self.path.is_file():
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
-        self.end = ""  # why the recording ended; "" without an end mark
-        self.cut: str | None = None  # where an entry is truncated, as in a killed process
+        self.end = ""  # "" without an end mark
+        self.cut: str | None = None  # where an entry is truncated
         self._replayer: Replayer | None = None
 
     @property
@@ -156,9 +153,9 @@ class Replay:
             except UserError:
                 raise
             except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f": {error}" if isinstance(error, ValueError) else ""  # other messages name Python classes
+                what = f": {error}" if isinstance(error, ValueError) else ""  # others name Python classes
                 raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
-            except RuntimeError as error:  # a violated scheduler invariant
+            except RuntimeError as error:  # violated invariant
                 raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error
         if self.header is None:
             what, self.cut = self.cut or f"{self.path} is empty: nothing was recorded", None
@@ -208,7 +205,7 @@ def _read_header(entry: list[Any]) -> Header:
         if not isinstance(data[name], kind):
             raise ValueError(f"its header's {name!r} is of another kind")
     started = data["started"]
-    if type(started) not in (int, float) or not 0 <= started < END_OF_TIME:  # excludes NaN
+    if type(started) not in (int, float) or not 0 <= started < END_OF_TIME:
         raise ValueError("its header's 'started' is no time")
     if not all(isinstance(text, str) for pair in data["about"].items() for text in pair):
         raise ValueError("its header's 'about' has what is no text")
@@ -241,7 +238,7 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("the host has blocks of some layers only")
     if data["num_media_units"] and not data["media_unit"]:
         raise ValueError("a unit of the encoder's cache has no embeddings")
-    return Limits(**{**data, "records_blocks": False})  # a replay has no readers of block events
+    return Limits(**{**data, "records_blocks": False})
 
 
 def _read_request(fields: Mapping[str, Any]) -> Request:

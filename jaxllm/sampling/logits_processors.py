@@ -1,7 +1,4 @@
-"""Custom logits processors: functions registered at engine start, which requests select by name.
-
-`sampler.processed` documents their signature.
-"""
+"""Custom logits processors, registered at engine start and selected by name; see `sampler.processed`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def processor_name(given: Processor | str) -> str:
 def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[str, Processor]:
     """Return processors by name; a string is imported as "package.module:function".
 
-    Raises UserError for too many, equal names, or one that does not return logits of the same shape.
+    Raises UserError for too many, equal names, or one that changes the logits' shape.
     """
     found: dict[str, Processor] = {}
     if len(given) > MAX_PROCESSORS:
@@ -39,7 +36,7 @@ def load_processors(given: Sequence[Processor | str], vocab_size: int) -> dict[s
         if name in found:
             raise UserError(f"logits_processors has two functions that are called {name!r}.", "logits_processors")
         _check(name, processor, vocab_size)
-        found[name] = partial(processor)  # a new object per engine: JAX caches traces by function
+        found[name] = partial(processor)  # new per engine: JAX caches traces by function
     return found
 
 

@@ -1,7 +1,7 @@
 """Sampling: turn a step's logits into tokens, traced inside the step.
 
-A row depends only on its logits, its request's seed and the token's position, not on the batch. Further letters: Vx
-columns of a shard, Z masked stop ids, E entries of logit_bias, W tokens of bad words.
+A row depends only on its logits, seed and position. Letters: Vx columns of a shard, Z masked stop ids, E entries of
+logit_bias, W tokens of bad words.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _INTEGERS = (
     *("top_k", "prompt_length", "min_length"),
     *("num_biased", "num_bad_word_tokens", "is_restricted", "processors"),
 )
-_KEY_AT = len(_FLOATS) + len(_INTEGERS)  # two words: the seed's high and low half
+_KEY_AT = len(_FLOATS) + len(_INTEGERS)  # two words: high and low half of the seed
 _STOP_IDS_AT = _KEY_AT + 2
 ROW_WIDTH = _STOP_IDS_AT + MAX_MASKED_STOP_IDS
 
 Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-_LARGEST_LOGIT = 1e30  # still finite after division by the smallest temperature
+_LARGEST_LOGIT = 1e30  # finite after division by the smallest temperature
 
 
 class Variant(StrEnum):
-    """Sampling programs. Each also supports the parameters of those before it, with the same tokens."""
+    """Sampling programs; each supports the parameters of those before it too, with the same tokens."""
 
     GREEDY = "greedy"  # argmax
     RANDOM = "random"  # adds temperature
-    FILTERED = "filtered"  # adds top_k, top_p, min_p, min_tokens and log-probabilities
-    FULL = "full"  # adds penalties and all `Extras`
+    FILTERED = "filtered"  # adds filters, min_tokens and log-probabilities
+    FULL = "full"  # adds penalties and `Extras`
 
 
 @struct.dataclass
@@ -68,11 +68,11 @@ class SamplingRows:
     frequency_penalty: jax.Array  # f32[R]
     key: jax.Array  # u32[R, 2], threefry2x32
     prompt_length: jax.Array  # i32[R], tokens
-    min_length: jax.Array  # i32[R], total tokens before which stop_ids are masked
-    # Valid extras of the slot; the rest is stale.
-    num_biased: jax.Array  # i32[R], logit_bias entries
+    min_length: jax.Array  # i32[R], below which stop_ids are masked
+    # Valid extras; the rest is stale.
+    num_biased: jax.Array  # i32[R]
     num_bad_word_tokens: jax.Array  # i32[R]
-    is_restricted: jax.Array  # i32[R], 1 if allowed_token_ids is set
+    is_restricted: jax.Array  # i32[R], 1 with allowed_token_ids
     processors: jax.Array  # i32[R], a bit per logits processor
     stop_ids: jax.Array  # i32[R, Z], padded with V
 
@@ -82,19 +82,19 @@ class Sampled:
     """The tokens of a step. Log-probabilities are of the raw logits, if the variant computes them."""
 
     tokens: jax.Array  # i32[R]
-    is_finite: jax.Array  # bool[R]; False: the logits hold inf or NaN, the token is invalid
-    logprob: jax.Array | None = None  # f32[R], of the sampled token
-    rank: jax.Array | None = None  # i32[R], of the sampled token; 1 is the likeliest, ties share a rank
+    is_finite: jax.Array  # bool[R]; False: the logits have inf or NaN, and the token is invalid
+    logprob: jax.Array | None = None  # f32[R]
+    rank: jax.Array | None = None  # i32[R]; 1 is the likeliest, ties share a rank
     top_logprobs: jax.Array | None = None  # f32[R, num_logprobs], descending
     top_ids: jax.Array | None = None  # i32[R, num_logprobs]
-    reported: jax.Array | None = None  # f32[R, MAX_REPORTED_TOKENS], of logprob_token_ids; FULL only
+    reported: jax.Array | None = None  # f32[R, MAX_REPORTED_TOKENS]; FULL only
 
 
 @dataclass(frozen=True)
 class Extras:
     """Rarely used sampling parameters of a slot, int32[F].
 
-    Much wider than the rows, which are resent with every prompt chunk; sent once per request.
+    Sent once per request: rows, resent with every prompt chunk, are smaller.
     """
 
     vocab_size: int
@@ -103,7 +103,7 @@ class Extras:
     @cached_property
     def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         sizes: dict[str, tuple[int, ...]] = {
-            "bias": (2, MAX_BIASED_TOKENS),  # ids, then float32 bits of the values
+            "bias": (2, MAX_BIASED_TOKENS),  # ids, then bits of float32
             "bad_words": (2, MAX_BAD_WORD_TOKENS),  # concatenated sequences, then the distance to each one's last
             "reported": (MAX_REPORTED_TOKENS,),  # ids
             "arguments": (len(self.processors), MAX_PROCESSOR_ARGUMENTS),  # bits of float32
@@ -121,7 +121,7 @@ class Extras:
         return offset + int(np.prod(size))
 
     def pack(self, params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> np.ndarray | None:
-        """Return int32[F], None if not needed; `bad_words` have at most MAX_BAD_WORD_TOKENS tokens in total."""
+        """Return int32[F], None if not needed."""
         if not has_extras(params):
             return None
         packed = np.zeros(self.width, np.int32)
@@ -196,7 +196,7 @@ def pack_row(
     held_back = sorted(stop_ids) if params.min_tokens > 0 else []
     if len(held_back) > MAX_MASKED_STOP_IDS:
         raise EngineError(f"{len(held_back)} stop ids were given to a row of {MAX_MASKED_STOP_IDS}.")
-    limits = np.finfo(np.float32)  # valid Python floats may become 0 or inf as float32
+    limits = np.finfo(np.float32)  # Python floats may become 0 or inf in float32
     row = np.full(ROW_WIDTH, vocab_size, np.int32)
     row[: len(_FLOATS)] = np.array(
         [
@@ -214,7 +214,7 @@ def pack_row(
         *(min(params.top_k, vocab_size), prompt_length, min_length),
         *(len(params.logit_bias or ()), num_bad_word_tokens, params.allowed_token_ids is not None, processors),
     )
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # as jax.random.key splits 64 bits
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # as jax.random.key
     row[_KEY_AT:_STOP_IDS_AT] = words.view(np.int32)
     row[_STOP_IDS_AT : _STOP_IDS_AT + len(held_back)] = held_back
     return row
@@ -253,14 +253,14 @@ def sample(
 
     Args:
         logits: f32[R, Vx], finite except in padding.
-        positions: i32[R], the request's current length.
-        history: i32[R, length], prompt and output, valid below `positions`; FULL only.
+        positions: i32[R], the request's length.
+        history: i32[R, length], valid below `positions`; FULL only.
         extras: of `Extras.unpack`; FULL only.
         variant: must support every row.
         num_logprobs: likeliest tokens to report, from FILTERED on.
         processors: in bit order of `rows.processors`.
-        kernel: filters and chooses in all variants, so that they agree. Last bits may differ from the sharded
-            path. None and "xla" use `vocab_parallel`.
+        kernel: for all variants, so that they agree; last bits may differ from the sharded path. None and "xla" use
+            `vocab_parallel`.
         mask: allowed tokens, i32[R, V / 32] with a bit per id, and i32[R], the rows to mask. Applied last; a row of
             zeros is reported as not finite.
     """
@@ -272,7 +272,7 @@ def sample(
         adjusted = biased(adjusted, rows, extras["bias"], vocabulary)
         adjusted = processed(adjusted, rows, positions, extras["arguments"], processors, vocabulary)
         adjusted = penalized(adjusted, rows, positions, history, vocabulary)
-        adjusted = vocabulary.without_padding(adjusted)  # penalties clip -inf to a large finite value
+        adjusted = vocabulary.without_padding(adjusted)  # penalties clip -inf
         adjusted = without_bad_words(adjusted, rows, positions, history, extras["bad_words"], vocabulary)
         adjusted = restricted(adjusted, rows.is_restricted, extras["allowed"], vocabulary)
     if variant in (Variant.FILTERED, Variant.FULL):
@@ -281,7 +281,7 @@ def sample(
         words_of_rows, is_masked = mask
         adjusted = restricted(adjusted, is_masked, words_of_rows, vocabulary)
     if variant is Variant.FULL or mask is not None:
-        # A processor may return NaN, and a request may ban every token.
+        # A processor may return NaN; a request may ban every token.
         is_finite &= jnp.isfinite(vocabulary.maximum(adjusted)[:, 0])
     choose = _chosen
     if kernel is not None and kernel.name != "xla":
@@ -298,8 +298,7 @@ def logprobs_of(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return `logprob`, `rank`, `top_logprobs`, `top_ids` and `reported`, as in `Sampled`.
 
-    `logits` are f32[R, Vx] without padding; `asked` are the ids to report, i32[R, n]. Values of invalid ids are
-    arbitrary.
+    `logits` are f32[R, Vx] without padding; `asked` are ids, i32[R, n]. Values of invalid ids are arbitrary.
     """
     ids = tokens[:, None] if asked is None else jnp.concatenate([tokens[:, None], asked], axis=-1)  # [R, 1 + n]
     largest, top_logits, top_ids = vocabulary.top(logits, num_logprobs)
@@ -461,15 +460,15 @@ def _chosen_by_kernel(
         rows.min_p if has_filters else None,
         implementation=kernel,
     )
-    # With filters or a mask, -inf marks banned tokens; otherwise the kernel checks.
+    # With filters or a mask, -inf marks banned tokens.
     return tokens, is_finite if has_filters or is_masked else is_all_finite
 
 
 def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRows, vocabulary: Vocabulary) -> jax.Array:
     """Return the tokens that pass min_p, top_k and top_p, bool[R, Vx]; ties with the last pass.
 
-    `divisor`, f32[R, 1], is the temperature. Each filter searches for a threshold instead of sorting: on two shared CPU
-    cores 2.8 ms, not 20, at [64, 2048]; 103 ms, not 490, at [16, 152000].
+    `divisor`, f32[R, 1], is the temperature. Searching for thresholds instead of sorting: on two CPU cores 103 ms, not
+    490, at [16, 152000].
     """
     scaled, highest = logits / divisor, vocabulary.maximum(logits)
     order = ordered(scaled)
@@ -488,7 +487,7 @@ def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRow
     limits = rows.top_p < 1.0  # [R]
     mass = masses(weight, from_words(vocabulary.total(words(weight))))
     mass = jnp.where(kept, mass, 0)
-    # Positive, since `pack_row` keeps top_p a normal float: at least one token passes.
+    # Positive, since `pack_row` keeps top_p normal: at least one token passes.
     wanted = rows.top_p * vocabulary.total(jnp.sum(mass, axis=-1)).astype(jnp.float32)
 
     def mass_from(bounds: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Selects the adapters resident on the device, and the waiting requests that may use or replace one.
 
-Residents are adapter numbers in one order: idle ones first, least recently used first; then those of running requests,
-longest in use first.
+Residents are adapter numbers: idle ones first, least recently used first; then those in use, longest in use first.
 """
 
 from __future__ import annotations
@@ -11,20 +10,16 @@ from collections.abc import Set
 
 def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
     """Move residents without requests to the front, in order; return the same object if nothing moves."""
-    ordered = tuple(sorted(residents, key=in_use.__contains__))  # a stable sort
+    ordered = tuple(sorted(residents, key=in_use.__contains__))
     return residents if ordered == residents else ordered
 
 
 class AdapterPlaces:
     """The places for adapters while one plan admits requests, called in order of rank.
 
-    Each waiting adapter claims a place: a free one, or else that of the adapter longest in use, which then accepts no
-    request of lower rank. So that place drains, and the first waiting request is admitted once the requests of the
-    draining adapter have ended.
-
-    At most half of the places drain at a time, excluding adapters that entered use in this plan: further waiting
-    requests share these, and steps stay full. Without both rules, 200 adapters with 10 requests each ran 8 rows a step
-    instead of 48.
+    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which drains, as it
+    accepts no more requests of lower rank. At most half of the places drain at a time. Without both rules, 200 adapters
+    with 10 requests each ran 8 rows a step instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:
@@ -34,13 +29,12 @@ class AdapterPlaces:
         self._most_draining = min(len(self._in_use), max(1, most // 2))
         self._num_claims = 0
         self._has_new = False
-        self.closed: set[int] = set()  # refused to further requests of this plan
+        self.closed: set[int] = set()
 
     def admits(self, adapter: int) -> bool:
-        """Return whether the next request may have its adapter in this plan; if not, claim a place.
+        """Return whether the next request may have its adapter; if not, claim a place.
 
-        A plan may add one adapter: that bounds the transfer before the step, and the adapters on the device besides
-        those of steps in flight.
+        A plan adds at most one adapter, to bound the transfer before the step.
         """
         if not adapter:
             return True
@@ -58,7 +52,7 @@ class AdapterPlaces:
         return False
 
     def enter(self, adapter: int) -> None:
-        """Record that a request with this adapter got a slot; it may replace the least recently used idle one."""
+        """Record that a request with this adapter got a slot; it may replace the least recently used."""
         if not adapter or adapter in self._in_use:
             return
         others = tuple(other for other in self.residents if other != adapter)

@@ -1,7 +1,4 @@
-"""Admission of waiting requests to slots and blocks, by rank.
-
-Letters: S slots, R rows of a plan.
-"""
+"""Admission of waiting requests to slots and blocks, by rank. Letters: S slots, R rows of a plan."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ def admit(
 ) -> None:
     """Admit waiting requests by rank while tokens, slots and blocks suffice for the first.
 
-    A request that lacks only a place for its adapter, or waits for blocks from elsewhere, is skipped, and stays in the
-    queue. Adds to `rows`, whose tokens
-    count against `budget`, to `admitted` and to `table`.
+    Skips those that lack only a place for an adapter, or wait for blocks. Adds to `rows`, whose tokens count against
+    `budget`, to `admitted` and to `table`.
     """
     budget -= sum(length for _, _, length in rows)
     free_slots = (editor.slots.epochs == 0).nonzero()[0].tolist()[::-1]
@@ -46,10 +42,10 @@ def admit(
             continue
         if places is not None:
             adapter = entry.request.adapter
-            if adapter in places.closed or not places.admits(adapter):  # the former is usual in a long queue
+            if adapter in places.closed or not places.admits(adapter):
                 skipped += beam_groups.queued(editor.waiting, place) if entry.request.beam_group else (entry,)
                 continue
-        if limits.whole_prompts and entry.num_tokens > budget:  # a step without other rows has room for any
+        if limits.whole_prompts and entry.num_tokens > budget:
             break
         if entry.request.beam_group:
             members = beam_groups.queued(editor.waiting, place)
@@ -63,7 +59,6 @@ def admit(
             budget -= num_tokens
             num_running += len(members)
             continue
-        # The last known token is always computed: the next token is sampled from its logits.
         readable = (entry.num_tokens - 1) // limits.block_size if entry.request.reads_cache else 0
         digests = entry.digests[:readable]
         hits = editor.host.look_up(editor.pool, 0, digests) if has_host else editor.pool.look_up(digests)
@@ -85,7 +80,7 @@ def admit(
         source = sources.find(editor, limits, entry.request)
         if source is None:
             break
-        # One block per running request stays free, or the next step would undo the admission.
+        # One block per running request stays free, or the next step would undo this.
         available = editor.pool.num_available - editor.pool.num_idle([*here, *source.hits])
         if num_blocks - len(here) + source.num_new > available - num_running:
             break
@@ -137,10 +132,7 @@ def _admit_beam_group(
     admitted: list[Admission],
     table: list[np.ndarray],
 ) -> int | None:
-    """Give slots and blocks to all members of a beam group; return the tokens of its rows; None if it does not fit.
-
-    Adds to `rows`, `admitted` and `table`. Later plans continue members for which no tokens are left, in order of rank.
-    """
+    """Give slots and blocks to a beam group; return the tokens of its rows, or None if it does not fit."""
     if len(members) > len(free_slots):
         return None
     found = beam_groups.find(editor, limits, members)
@@ -150,7 +142,7 @@ def _admit_beam_group(
     if source is None:
         return None
     hits = list({*(block for part in found for block in part.hits), *source.hits})
-    # One block stays free per running request, and per member that begins with a child's first token.
+    # One block stays free per running request, and per member without a row yet.
     if source.num_new + sum(num_new) + len(members) - len(found) > (
         editor.pool.num_available - editor.pool.num_idle(hits) - num_running
     ):
@@ -205,7 +197,7 @@ def _find_windowed(editor: StateEditor, limits: Limits, digest: bytes) -> int | 
 def _load(
     editor: StateEditor, limits: Limits, entry: Waiting, group: int, found: Sequence[int], first: int = 0
 ) -> list[int]:
-    """Load the host's blocks among those `found` for a request, the first of which is block `first` of its sequence."""
+    """Load the host's blocks among `found`, which begin at block `first` of the sequence."""
     for place, block in enumerate(found, first):
         if block < 0 and not group:
             editor.describe(entry.request, entry.digests, range(place, place + 1), limits.block_size)
@@ -214,6 +206,5 @@ def _load(
 
 
 def _entries(limits: Limits, slot: int, owned: Sequence[int]) -> np.ndarray:
-    """Return entries of a slot's first blocks for `Plan.table`, int32[·, 3]."""
     columns = range(0, len(owned) * limits.num_groups, limits.num_groups)
     return np.array(([slot] * len(owned), columns, owned), np.int32).T

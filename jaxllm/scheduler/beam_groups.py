@@ -1,11 +1,10 @@
 """Beam groups: requests of one prompt that run together and fork, for example the beams of a search.
 
-The members of a beam group are consecutive in rank, and are admitted, preempted and removed together. Until the first
-fork only the leader, the first in rank, computes. A member's next row waits until all have results and `fork` has
-chosen the sequences to continue and their tokens; other requests keep two steps in flight.
+Members are consecutive in rank, and are admitted, preempted and removed together. Until the first fork only the leader,
+the first in rank, computes. Members wait until all have results and `fork` has chosen the sequences to continue.
 
-A child shares its parent's full blocks. A partial last block stays with one child of each parent; the others get a new
-one in the next plan, which copies the content (`Plan.moves`). So a fork takes no blocks.
+A child shares its parent's full blocks. A partial last block stays with one child; the others get copies in the next
+plan (`Plan.moves`), so a fork takes no blocks.
 """
 
 from __future__ import annotations
@@ -22,26 +21,23 @@ from jaxllm.scheduler.state import Fork, Limits, Plan, Request, Running, StateEd
 
 
 class Found(NamedTuple):
-    """The cached part of a member that is being admitted: indexed blocks, or those of an earlier member."""
+    """The cached part of a member being admitted: indexed blocks, or those of an earlier member."""
 
     hits: list[int]
     sibling: int = 0  # number of an earlier member …
-    count: int = 0  # … and the number of its first blocks to share, if more than `hits`
-    near: Sequence[int] = ()  # windowed layers' blocks of the hits in the window
+    count: int = 0  # … and how many of its first blocks to share
+    near: Sequence[int] = ()  # windowed layers' blocks in the window
 
 
 def blocks_needed(limits: Limits, num_prompt: int, limit: int, width: int) -> int:
-    """Return the most blocks that a beam group of `width` members can occupy.
-
-    Members share the prompt's full blocks, but not those of windowed layers, see `find`.
-    """
+    """Return the most blocks of a beam group, which shares the prompt's full blocks, but not windowed ones."""
     size = limits.block_size
     shared = 0 if limits.window else num_prompt // size
     return shared + width * max(1, -(-max(num_prompt, limit - 1) // size) - shared)
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Raise ValueError for beam groups with members that are not consecutive or differ in prompt."""
+    """Raise ValueError if members are not consecutive or differ in prompt."""
     for at, request in enumerate(requests):
         if not request.beam_group:
             continue
@@ -78,16 +74,15 @@ def with_members(beam_groups: Sequence[tuple[int, ...]], slots: Sequence[int]) -
 def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> list[Found]:
     """Return the cached part of each member of a waiting beam group.
 
-    Of a new beam group only the leader has one. In a preempted one a member shares the full blocks of an earlier
-    member up to their first difference, even if not computed yet: chunks are planned by rank, so a member attends to
-    tokens that an earlier one computes in that step or before. Windowed layers share no blocks this way: an earlier
-    member may have freed the block, or not have it yet.
+    Of a new group only the leader has one. In a preempted group a member shares an earlier member's full blocks up to
+    their first difference, even if not computed yet, since chunks are planned by rank. Windowed blocks are not shared:
+    the earlier member may lack them.
     """
     if entries[0].num_tokens == entries[0].request.num_prompt:
         entries = entries[:1]
     found: list[Found] = []
     for number, entry in enumerate(entries):
-        readable = (entry.num_tokens - 1) // limits.block_size  # the last known token is always computed
+        readable = (entry.num_tokens - 1) // limits.block_size
         digests = entry.digests[:readable]
         hits = editor.pool.look_up(digests) if entry.request.reads_cache else []
         if limits.window:
@@ -105,7 +100,7 @@ def _num_equal(one: Sequence[bytes], other: Sequence[bytes]) -> int:
 
 
 def held(editor: StateEditor) -> np.ndarray:
-    """Return the slots of members whose newest token is not chosen yet, intp[·]: they have no work."""
+    """Return the slots of members whose newest token is not chosen yet, intp[·]."""
     slots = _all_slots(editor)
     return slots[editor.slots.num_tokens[slots] < editor.slots.length[slots]]
 
@@ -113,7 +108,7 @@ def held(editor: StateEditor) -> np.ndarray:
 def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
     """Remove the rows of beam groups from `live`, bool[R], and count their results.
 
-    Returns these rows, and the leaders' ids of the beam groups with all results.
+    Returns these rows, and the leaders of groups with all results.
     """
     rows = (live & np.isin(step.slots, _all_slots(editor))).nonzero()[0]
     slots = step.slots[rows]
@@ -129,9 +124,9 @@ def take_answers(editor: StateEditor, step: Plan, live: np.ndarray) -> tuple[np.
 
 
 def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
-    """Continue each member of a beam group as a child of one of them, with a known newest token.
+    """Continue each member of a beam group as a child of one of them.
 
-    One move per member; all must have results, and be below their limit.
+    Raises ValueError unless all have results, are below their limit, and have one move.
     """
     slots, own = editor.slots, editor.own_slots
     targets = {move.target for move in moves}
@@ -147,7 +142,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     num_computed, limit = int(slots.num_computed[beam_group[0]]), editor.owner(beam_group[0]).request.limit
     if num_computed + 1 >= limit or any(slots.num_tokens[source] == 0 for _, source in pairs):
         raise ValueError("a fork needs parents that have tokens, and children that may have more")
-    keepers: dict[int, int] = {}  # child that keeps each parent's last block: the parent itself if possible
+    keepers: dict[int, int] = {}
     for target, source in sorted(pairs, key=lambda pair: pair[0] != pair[1]):
         keepers.setdefault(source, target)
     records = {slot: editor.owner(slot) for slot in beam_group}
@@ -157,12 +152,12 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
     for target, source in pairs:
         if target == source:
             continue
-        # The indexed blocks keep their digests: the tokens were the parent's.
+        # Indexed blocks keep their digests: the tokens were the parent's.
         editor.running[target] = Running(records[target].request, records[target].order, records[source].digests)
         if num_freed[target] != num_freed[source]:
             own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.num_tokens[slot]:  # its first row: a chunk of one token, with the initial data of a slot
+        if not slots.num_tokens[slot]:  # its first row: a chunk of one token
             own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
         own.num_computed[slot] = num_computed
@@ -178,10 +173,9 @@ def _inherit(
     keepers: Mapping[int, int],
     num_computed: int,
 ) -> None:
-    """Give each child its parent's blocks of a group, except a partial last one with another keeper.
+    """Give each child its parent's blocks of a group, except a partial last one that another child keeps.
 
-    `pairs` are slots of child and parent, `keepers` the child that keeps each parent's last block. `num_computed`
-    tokens of each are in the cache.
+    `pairs`: slots of child and parent; `keepers`: by parent.
     """
     pool, tables = (editor.window_pool, editor.window_tables) if group else (editor.pool, editor.tables)
     num_full, num_partial = divmod(num_computed, limits.block_size)
@@ -209,10 +203,7 @@ def _inherit(
 
 
 def take_changes(editor: StateEditor) -> tuple[np.ndarray, np.ndarray]:
-    """Return the changes by forks for the next plan, once it has allocated blocks.
-
-    Entries of block tables, int32[·, 3] as in `Plan.table`, and moves, int32[·, 5] as in `Plan.moves`.
-    """
+    """Return and clear the changes by forks, as `Plan.table` and `Plan.moves`, after a plan's allocation."""
     moves = [
         (group, DEVICE, source, DEVICE, (editor.window_tables if group else editor.tables)[slot][-1])
         for group, slot, source in editor.copies
@@ -234,7 +225,6 @@ def _all_slots(editor: StateEditor) -> np.ndarray:
 
 
 def _has_answered(editor: StateEditor, beam_group: Sequence[int]) -> bool:
-    """Whether each computing member has a result without a chosen token."""
     slots = editor.slots
     own = [slot for slot in beam_group if slots.num_tokens[slot]]
     columns = (

@@ -1,9 +1,6 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is used by running requests (`references` counts them), or cached (unused, with content in the prefix index), or
-free. Contents are hashes.
-
-Letters: N blocks in the pool.
+A block is used, cached (unused, with content in the prefix index), or free. Letters: N blocks in the pool.
 """
 
 from __future__ import annotations
@@ -14,13 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The shards of the prefix index are byte strings, so that a change copies 1 kB and counts no references. Copying dicts
-# took half of a step that replaced 26 of 4,096 requests.
-SHARD_BLOCKS = 32  # blocks of the pool per shard
-MOST_SHARDS = 8192  # a change copies their list too
+# Shards of the prefix index are byte strings: copying dicts took half of a step that replaced 26 of 4,096 requests.
+SHARD_BLOCKS = 32  # of the pool per shard
+MOST_SHARDS = 8192  # a change copies their list
 BLOCK_BYTES = 4
-QUEUE_CHUNK = 1024  # entries in a chunk of a rebuilt queue: an eviction copies the rest of one
-MOST_STALE = 1024  # entries of the queue, too few to sweep
+QUEUE_CHUNK = 1024  # an eviction copies the rest of a chunk
+MOST_STALE = 1024  # too few to sweep
 
 
 class Cached(NamedTuple):
@@ -34,7 +30,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    Columns, because tuples would be 200,000 objects for 4,096 requests, all visited by Python's garbage collector.
+    In columns: tuples would be 200,000 objects for Python's garbage collector.
     """
 
     blocks: tuple[int, ...]
@@ -44,16 +40,16 @@ class Chunk(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """N blocks and their users; arrays are read-only."""
+    """N blocks and their users, in read-only arrays."""
 
-    references: np.ndarray  # int16[N]: block tables with the block (of at most 2**14 slots)
-    stamps: np.ndarray  # int32[N]: incremented when a cached block is hit, so that its queue entry is stale
-    free: np.ndarray  # int32[F]: blocks without content, taken from the end
+    references: np.ndarray  # int16[N]: block tables with it
+    stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
+    free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int  # of the queue, including stale ones
-    oldest: Chunk | None  # queue of cached blocks, least recently released first …
-    newest: Chunk | None  # … continued in reverse (a two-list queue: amortised O(1))
-    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes: digests with their blocks
+    num_entries: int  # with stale ones
+    oldest: Chunk | None  # cached blocks, least recently released first …
+    newest: Chunk | None  # … continued in reverse: a two-list queue
+    shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +57,6 @@ class Pool(NamedTuple):
 
     @property
     def num_available(self) -> int:
-        """Free and cached blocks."""
         return len(self.free) + self.num_cached
 
     @property
@@ -70,7 +65,6 @@ class Pool(NamedTuple):
 
 
 def make_pool(num_blocks: int) -> Pool:
-    """Block 0 is taken first."""
     return Pool(
         references=_frozen(np.zeros(num_blocks, np.int16)),
         stamps=_frozen(np.zeros(num_blocks, np.int32)),
@@ -84,10 +78,9 @@ def make_pool(num_blocks: int) -> Pool:
 
 
 def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
-    """Return the root of a chain of digests, for a cache salt and other content.
+    """Return the root of a chain of digests, for a cache salt and the digest of all inputs except tokens.
 
-    `content` is a digest of all other inputs except tokens, for example an adapter. Each part follows its length, so
-    that different pairs have different roots.
+    Lengths precede the parts, so different pairs have different roots.
     """
     return sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (salt, content))).digest()
 
@@ -95,13 +88,13 @@ def content_root(*, salt: bytes = b"", content: bytes = b"") -> bytes:
 def chain(parent: bytes, tokens: bytes) -> bytes:
     """Return the digest of a full block: of its tokens (int32, little-endian) and the parent's digest.
 
-    SHA-256, because a hit is served without comparing tokens (vLLM CVE-2025-25183 is an attack on a guessable hash).
+    SHA-256, because a hit is served without comparing tokens (CVE-2025-25183 of vLLM: a guessable hash).
     """
     return sha256(parent + tokens).digest()
 
 
 def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
-    """Return the digests of the full blocks of `tokens` (as of `chain`) after `parent`."""
+    """Return the digests of the full blocks of `tokens`, as `chain`, after `parent`."""
     digests = []
     for end in range(4 * block_size, len(tokens) + 1, 4 * block_size):
         parent = chain(parent, tokens[end - 4 * block_size : end])
@@ -110,21 +103,20 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 
 
 class PoolEditor:
-    """The next value of a pool, within one call; copies each array once, when it changes.
+    """The next value of a pool, within one call; copies each array at most once.
 
-    Copying N numbers per request made a step that admits 6 of 1,000 requests take 9 ms.
+    Copying them per request made a step with 6 admissions take 9 ms.
     """
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
-        """`records`: whether to list `changes`."""
         self._pool = pool
         self._references: np.ndarray | None = None
         self._stamps: np.ndarray | None = None
         self._shards: Sequence[bytes] = pool.shards  # a list after a change
         self._records = records
-        self.changes: list[tuple[bool, bytes]] = []  # of the index, in order: (whether added, digest)
-        self.evicted: list[tuple[bytes, int]] = []  # (digest, block), in order
-        self._free = pool.free  # only cut at its end; freed blocks are in the next list
+        self.changes: list[tuple[bool, bytes]] = []
+        self.evicted: list[tuple[bytes, int]] = []
+        self._free = pool.free
         self._freed: list[int] = []
         self._num_cached = pool.num_cached
         self._num_entries = pool.num_entries
@@ -133,7 +125,6 @@ class PoolEditor:
 
     @property
     def num_available(self) -> int:
-        """Free and cached blocks."""
         return len(self._free) + len(self._freed) + self._num_cached
 
     def find(self, digest: bytes) -> int | None:
@@ -157,7 +148,7 @@ class PoolEditor:
         return int(np.count_nonzero(references[np.asarray(blocks, np.int32)] == 0))
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add a reference to indexed blocks; cached ones leave the eviction queue."""
+        """Add a reference to indexed blocks; cached ones become used."""
         if not blocks:
             return
         references = self._own_references()
@@ -169,7 +160,7 @@ class PoolEditor:
             self._num_cached -= len(idle)
 
     def take(self, count: int) -> np.ndarray:
-        """Return `count` blocks with one reference each: free ones, then cached ones, least recently released first."""
+        """Return `count` blocks with one reference each: free ones, then the least recently released cached ones."""
         if count > self.num_available:
             raise ValueError(f"took {count} blocks of {self.num_available} available")
         if self._freed and count > len(self._free):
@@ -183,7 +174,7 @@ class PoolEditor:
         return taken
 
     def publish(self, entries: Iterable[tuple[bytes, int]]) -> None:
-        """Add (digest, block) pairs to the index; digests in it keep their blocks."""
+        """Add (digest, block) pairs to the index; known digests keep their blocks."""
         shards = self._own_shards()
         num_shards = len(shards)
         for digest, block in entries:
@@ -202,7 +193,6 @@ class PoolEditor:
                 self._drop(digest)
 
     def discard(self, digests: Iterable[bytes]) -> None:
-        """Free the cached blocks of these digests."""
         references = self._pool.references if self._references is None else self._references
         for digest in digests:
             block = self._find(digest)
@@ -213,10 +203,10 @@ class PoolEditor:
                 self._freed.append(block)
 
     def release(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Remove one reference from each block; only this and `discard` free blocks.
+        """Remove one reference from each block; unused ones become cached if indexed, else free.
 
-        `digests` are those of the leading full blocks. An unused block is cached if the index has it under its digest,
-        else free. The last block is evicted first: prefixes outlive their continuations.
+        `digests` are those of the leading full blocks. The last block is evicted first: prefixes outlive their
+        continuations.
         """
         if not blocks:
             return
@@ -225,7 +215,7 @@ class PoolEditor:
         references[chosen] -= 1
         if references[chosen].min() < 0:
             raise ValueError("a block was released more often than it was named")
-        cached: list[int] = []  # positions
+        cached: list[int] = []
         for position in np.flatnonzero(references[chosen] == 0)[::-1].tolist():
             block = blocks[position]
             if position < len(digests) and self._find(digests[position]) == block:
@@ -255,11 +245,11 @@ class PoolEditor:
             newest=self._newest,
             shards=tuple(self._shards),
         )
-        # Each hit of a cached prefix leaves stale entries, which must not outnumber the others.
+        # Hits leave stale entries, which must not outnumber the others.
         return _compact(pool) if pool.num_entries > 2 * pool.num_cached + MOST_STALE else pool
 
     def _evict(self, count: int) -> list[int]:
-        """Remove the `count` least recently released cached blocks from queue and index, and return them."""
+        """Remove the least recently released cached blocks from queue and index, and return them."""
         stamps = self._pool.stamps if self._stamps is None else self._stamps
         evicted: list[int] = []
         while len(evicted) < count:
@@ -269,7 +259,7 @@ class PoolEditor:
                     raise RuntimeError("num_cached counts blocks that the queue does not hold")
             blocks, digests, their_stamps, rest = self._oldest
             used = 0
-            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()  # assumes at most half are stale
+            now = stamps[np.asarray(blocks[: 2 * (count - len(evicted))])].tolist()
             for block, digest, stamp, current in zip(blocks, digests, their_stamps, now, strict=False):
                 if len(evicted) == count:
                     break
@@ -322,12 +312,10 @@ class PoolEditor:
 
 
 def cached_blocks(pool: Pool) -> list[int]:
-    """Return the cached blocks in order of eviction."""
     return [entry.block for entry in cached_entries(pool)]
 
 
 def make_shards(entries: Iterable[tuple[bytes, int]], num_blocks: int) -> tuple[bytes, ...]:
-    """Return the prefix index of (digest, block) pairs."""
     shards = [b""] * min(MOST_SHARDS, -(-num_blocks // SHARD_BLOCKS))
     for digest, block in entries:
         number = _number(digest, len(shards))
@@ -340,7 +328,7 @@ def _number(digest: bytes, num_shards: int) -> int:
 
 
 def _extended(shard: bytes, digest: bytes, block: int) -> bytes:
-    """Return a shard with an entry for a digest and its block added; its first byte is the length of digests."""
+    """Return a shard with an entry added; the first byte is the length of its digests."""
     return (shard or bytes([len(digest)])) + digest + block.to_bytes(BLOCK_BYTES)
 
 
@@ -352,7 +340,6 @@ def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def _place(shard: bytes, digest: bytes) -> int:
-    """Return the offset of a digest in a shard, or -1."""
     at = shard.find(digest, 1)
     while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # a match across two entries
         at = shard.find(digest, at + 1)
@@ -364,7 +351,6 @@ def _compact(pool: Pool) -> Pool:
 
 
 def make_queue(entries: Iterable[Cached]) -> Chunk | None:
-    """Make a queue of cached blocks, whose entries are in order of eviction."""
     kept = [*entries]
     chunk = None
     for start in reversed(range(0, len(kept), QUEUE_CHUNK)):
@@ -374,7 +360,6 @@ def make_queue(entries: Iterable[Cached]) -> Chunk | None:
 
 
 def cached_entries(pool: Pool) -> Iterator[Cached]:
-    """Yield the queue's entries in order of eviction, without stale ones."""
     for chunk in (pool.oldest, _reversed(pool.newest)):
         while chunk is not None:
             for entry in zip(chunk.blocks, chunk.digests, chunk.stamps, strict=True):

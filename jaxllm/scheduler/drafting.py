@@ -1,9 +1,9 @@
-"""The number of drafts that a step verifies in each row. Integers only, so that replays agree.
+"""The number of drafts that a step verifies in each row, in integers so that replays agree.
 
 The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
 a row of d drafts as 1 + d tokens, a bound that `commit` makes exact.
 
-Letters: R rows of a plan, S slots, K most drafts of a row.
+Letters: R rows, S slots, K most drafts of a row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 1, 1  # drafts verified and accepted, at the start of a request or a new trial: all are verified once
-WINDOW = 16  # drafts verified before both counts are halved, to favor recent ones
-PROBE_ROWS = 64  # rows before a request without profitable drafts tries again
-_RATES = 32  # the acceptance rate is rounded to a multiple of 1 / 32
+PRIOR = 1, 1  # drafts verified and accepted, at first: all are verified once
+WINDOW = 16  # drafts verified before both counts are halved
+PROBE_ROWS = 64  # rows until a request without profitable drafts retries
+_RATES = 32
 
 
 def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
@@ -28,13 +28,12 @@ def begin(editor: StateEditor, slot: int, may_draft: bool) -> None:
 
 
 def columns(editor: StateEditor) -> tuple[np.ndarray, ...]:
-    """Return the columns that drafting uses, writable: `may_draft`, `has_drafts`, `num_drafted` and `num_accepted`."""
     own = editor.own_slots
     return own.may_draft, own.has_drafts, own.num_drafted, own.num_accepted
 
 
 def wanted(editor: StateEditor, limits: Limits, rows: np.ndarray) -> np.ndarray:
-    """Return the best number of drafts of each row, int32[R]; slots due for a new trial are reset."""
+    """Return the best number of drafts of each row, int32[R]; restart the trials that are due."""
     slots = editor.slots
     by_rate = best(limits, len(rows))
     due = rows[slots.num_sampled[rows] % PROBE_ROWS == 0]
@@ -45,24 +44,24 @@ def wanted(editor: StateEditor, limits: Limits, rows: np.ndarray) -> np.ndarray:
 
 
 def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the drafts of decode rows, and plan them after their rows' own tokens.
+    """Choose and plan the drafts of decode rows.
 
-    Returns the numbers of drafts, int32[R], and of the blocks that rows need for them, int32[R], all available.
+    Returns the numbers of drafts, int32[R], and of blocks for them, int32[R], all available.
     """
     slots = editor.slots
     drafts = wanted(editor, limits, rows)
-    lengths = slots.num_computed[rows]  # tokens that exist before this step
+    lengths = slots.num_computed[rows]  # before this step
     proposes = bool(drafts.any())
     drafts *= slots.has_drafts[rows]
     if slots.has_drafts.any() or proposes:
         editor.own_slots.has_drafts[rows] = proposes
-    # The last token of a request is sampled and never computed.
+    # The last token is never computed.
     np.minimum(drafts, slots.limit[rows] - lengths - 1, out=drafts)
     drafts[np.cumsum(drafts) > limits.max_verified - len(rows)] = 0
     room = slots.capacity[rows] - lengths
     blocks = np.maximum(0, -(-(drafts - room) // limits.block_size))
-    # As in admissions, one block stays free per running request, and drafts never preempt. Nor may the next step need a
-    # block: the row's bound, one token after its drafts, must be in the row's blocks.
+    # Drafts never preempt: one block stays free per running request, and the row's bound, one token after its drafts,
+    # must be in its blocks.
     available = editor.pool.num_available
     if limits.window:
         available = min(available, editor.window_pool.num_available)
@@ -80,7 +79,7 @@ def settle(editor: StateEditor, rows: np.ndarray, drafts: np.ndarray, sampled: n
     own = editor.own_slots
     own.num_computed[rows] -= drafts + 1 - sampled
     own.length[rows] -= drafts + 1 - sampled
-    own.num_drafted[rows] += np.minimum(sampled, drafts)  # up to the first that differs
+    own.num_drafted[rows] += np.minimum(sampled, drafts)
     own.num_accepted[rows] += sampled - 1
     old = rows[own.num_drafted[rows] > WINDOW]
     own.num_drafted[old] >>= 1
@@ -95,8 +94,8 @@ def _rate(editor: StateEditor, rows: np.ndarray) -> np.ndarray:
 def best(limits: Limits, num_rows: int) -> np.ndarray:
     """Return the best number of drafts by acceptance rate in a step of `num_rows`, int32[rates + 1].
 
-    At rate a, d drafts yield 1 + a + … + a^d tokens. A step takes a fixed time and `token_cost` of it per token, so
-    with R rows a draft costs R · token_cost / (1 + R · token_cost) of the step, and its drafting `draft_cost`.
+    At rate a, d drafts yield 1 + a + … + a^d tokens. With R rows a draft costs R · token_cost / (1 + R · token_cost) of
+    the step, and its drafting `draft_cost`.
     """
     tokens = limits.token_cost * num_rows
     step = 1000 + tokens  # time without drafts

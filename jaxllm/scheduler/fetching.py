@@ -1,4 +1,4 @@
-"""Blocks of a waiting request that are neither on the device nor in the host's tier, but elsewhere."""
+"""The blocks of a waiting request that must be fetched to the host's tier."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jaxllm.scheduler import windowed
 from jaxllm.scheduler.state import Limits, State, StateEditor, Waiting
 
 ELSEWHERE = 1 << 30  # among found blocks
-MOST_HELD = 0.5  # share of the host's blocks that fetched blocks may take before their requests run
+MOST_HELD = 0.5  # share of the host's blocks, for requests that do not run yet
 
 
 def wanted(
     state: State, limits: Limits, entry: Waiting, is_elsewhere: Callable[[int, bytes], bool]
 ) -> list[tuple[int, int]]:
-    """Return the blocks, each a group and an index, that would extend the cached prefix of a waiting request.
+    """Return the blocks, (group, index), that would extend the cached prefix of a waiting request if fetched.
 
-    `is_elsewhere` finds a block by group and digest. Beams, which load no blocks, get none.
+    `is_elsewhere` finds a block by group and digest.
     """
     if not entry.digests or not entry.request.reads_cache or entry.request.beam_group:
         return []
@@ -45,7 +45,7 @@ def wanted(
 
 
 def room(state: State, limits: Limits) -> list[int]:
-    """Return the number of blocks, by group, that may be fetched in addition to those held."""
+    """Return the number of further blocks, by group, that may be fetched."""
     assert state.host is not None
     held = [sum(each.group == group for each in state.host.held) for group in range(limits.num_groups)]
     return [int(MOST_HELD * count) - own for count, own in zip(limits.host_blocks, held, strict=True)]

@@ -1,14 +1,11 @@
 """A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
-A block is (group, tier, index). The plan that evicts a device block stores it, before its step overwrites it; the plan
-that admits a request with a prefix in the host loads it, before its step reads it. Both copies run in the device's
-order. A store ends later, in any order, or fails; `land` records the end, and then the block can be found.
+A block is (group, tier, index). The plan that evicts a device block stores it before its step overwrites it; the plan
+that admits a request loads its blocks before its step reads them. Both copies run in the device's order. A store ends
+later, in any order, or fails: the block can be found after `land`.
 
-Blocks of a waiting request's prompt may also come from another engine, or a disk: `receive` indexes them. Meanwhile
-plans may pass over the request.
-
-The host's blocks are used during a store or load, or while held for a waiting request; otherwise cached, and evicted in
-order of last use.
+The host's blocks are used during a copy, or while held for a waiting request; otherwise cached, and evicted in order of
+last use.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ Moved = tuple[int, int, int, int, int]  # group, tier and block of the source, t
 
 
 class Storing(NamedTuple):
-    """A store in progress: its block is used, and not indexed."""
+    """A store in progress, not indexed yet."""
 
-    plan: int  # its number
+    plan: int
     group: int
     block: int
-    digest: bytes  # empty: drop the content at the end
+    digest: bytes  # empty: drop the content
 
 
 class Landed(NamedTuple):
@@ -45,7 +42,7 @@ class Landed(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A host block that is kept until its owner runs or ends."""
+    """A host block kept until its owner runs or ends."""
 
     owner: int  # `Request.sequence_id`
     group: int
@@ -54,13 +51,13 @@ class Held(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The state of the host's blocks: used, cached and free ones by group, stores in progress, and held blocks."""
+    """The host's blocks by group, stores in progress, and held blocks."""
 
-    pools: tuple[Pool, ...]  # by group
+    pools: tuple[Pool, ...]
     storing: tuple[Storing, ...] = ()
     held: tuple[Held, ...] = ()
-    due: tuple[tuple[int, bytes, int], ...] = ()  # group, digest, device block: blocks of prompts to store
-    passed_over: frozenset[int] = frozenset()  # waiting requests that are not admitted: their blocks are on the way
+    due: tuple[tuple[int, bytes, int], ...] = ()  # prompts' blocks to store: group, digest, device block
+    passed_over: frozenset[int] = frozenset()  # waiting requests whose blocks are being fetched
 
 
 def make_host(num_blocks: Iterable[int]) -> Host:
@@ -91,7 +88,6 @@ class HostEditor:
         return block
 
     def look_up(self, device: PoolEditor, group: int, digests: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest prefix of `digests` in both tiers together."""
         found: list[int] = []
         for digest in digests:
             block = self.find(device, group, digest)
@@ -101,9 +97,9 @@ class HostEditor:
         return found
 
     def load(self, device: PoolEditor, group: int, digests: Sequence[bytes], found: Sequence[int]) -> list[int]:
-        """Load the host's blocks in `found` to new, indexed device blocks, which must be available.
+        """Load the host's blocks in `found` to new, indexed device blocks; return `found` with these.
 
-        Returns `found` with the new blocks; its device blocks are already shared.
+        Blocks must be available; device blocks in `found` are already shared.
         """
         places = [at for at, block in enumerate(found) if block < 0]
         blocks = list(found)
@@ -127,7 +123,7 @@ class HostEditor:
             self._held += (Held(owner, group, there, digest),)
 
     def receive(self, owner: int, blocks: Iterable[tuple[int, bytes]]) -> list[int]:
-        """Index and hold blocks with content from elsewhere, each a group and a digest.
+        """Index and hold fetched blocks, (group, digest) each.
 
         Returns the host block to write each to; -1 if its content is stored or being stored, or all blocks are used.
         """
@@ -150,11 +146,11 @@ class HostEditor:
         return places
 
     def note_due(self, group: int, contents: Iterable[tuple[bytes, int]]) -> None:
-        """Store blocks (digest, device block), which the step of this plan writes, in the next plans."""
+        """Let the next plans store blocks that this plan's step writes."""
         self._due += tuple((group, digest, block) for digest, block in contents)
 
     def store_due(self, plan: int, most: int, device: Sequence[PoolEditor]) -> None:
-        """Store computed blocks of prompts, at the beginning of a plan; some of those beyond `most` wait."""
+        """Store computed blocks of prompts; at most `most` others wait."""
         wait: list[tuple[int, bytes, int]] = []
         for group, digest, block in self._due:
             if self._num_storing[group] >= most:
@@ -171,7 +167,7 @@ class HostEditor:
                 self._release([(each.group, each.block, each.digest) for each in own])
 
     def forget(self, digests: Collection[bytes]) -> None:
-        """Remove digests from the index; copies to the host in progress go on, unindexed."""
+        """Remove digests from the index; copies in progress go on, unindexed."""
         gone = frozenset(digests)
         self._due = tuple(each for each in self._due if each[1] not in gone)
         for digest in digests:
@@ -185,7 +181,7 @@ class HostEditor:
                     self._storing[group, on_way] = self._storing[group, on_way]._replace(digest=b"")
 
     def land(self, landed: Iterable[Landed]) -> None:
-        """Record the ends of stores; those from before a reset of the cache are ignored."""
+        """Record the ends of stores; ignore those from before a reset."""
         for each in landed:
             place = each.group, each.block
             if place not in self._storing or self._storing[place].plan != each.plan:
@@ -198,9 +194,9 @@ class HostEditor:
             self._pools[each.group].release([each.block], [digest] if digest else [])
 
     def finish(self, plan: int, most: int, device: Sequence[PoolEditor]) -> list[Moved]:
-        """Store the blocks evicted from the device's pools in this plan; return all moves, in order."""
+        """Store the blocks evicted in this plan; return all moves, in order."""
         for group, pool in enumerate(device):
-            # Prefixes are evicted from the end. If one does not fit, a prompt can hit its beginning.
+            # Prefixes are evicted from the end; if not all fit, store their beginning.
             first = max(0, len(pool.evicted) - most + self._num_storing[group])
             for digest, block in pool.evicted[first:]:
                 self._store(plan, most, group, digest, block)
@@ -212,9 +208,8 @@ class HostEditor:
         return Host(pools, tuple(self._storing.values()), self._held, self._due, self.passed_over)
 
     def _store(self, plan: int, most: int, group: int, digest: bytes, block: int) -> int | None:
-        """Store a device block, unless its content is stored already; return the host's block.
-
-        Returns None if all host blocks are used, or `most` stores of the group are in progress.
+        """Store a device block unless its content is stored; return the host's block, None if all are used or too many
+        stores run.
         """
         pool = self._pools[group]
         there = pool.find(digest)

@@ -1,10 +1,10 @@
 """Images in prompts: the budget of their encoder, and the cache of its outputs on the device.
 
 A segment is a run of placeholder tokens, which get an image's embeddings. A plan encodes the images that its chunks
-read, if they are not cached; a chunk ends before an image that exceeds budget or room. The cache is an array
-of units, each of a fixed number of embeddings; images are evicted in order of last use, except those that chunks of
-this plan read and those of which a running request has read a part. The device encodes before the step of the plan and
-after all earlier steps, so an evicted image's units may be overwritten at once.
+read, if not cached; a chunk ends before an image that exceeds budget or room.
+
+The cache is an array of units, each of a fixed number of embeddings. Images are evicted in order of last use, except
+those that are being read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.scheduler.block_pool import chain
 class Segment(NamedTuple):
     """An image in a prompt."""
 
-    start: int  # position of its first placeholder
+    start: int  # of its first placeholder
     length: int  # tokens
     digest: bytes  # of all that its embeddings depend on
 
@@ -38,7 +38,7 @@ class Encode(NamedTuple):
     """An image or source to encode before a step."""
 
     sequence_id: int
-    index: int  # of the request's segments; of a source (see sources.py): blocks at its beginning that have it already
+    index: int  # of the request's segments; of a source: number of cached blocks
     units: tuple[int, ...]
 
 
@@ -54,7 +54,7 @@ def make_cache(num_units: int) -> EncoderCache:
 
 
 def cut(segments: Sequence[Segment], num_blocks: int, block_size: int) -> int:
-    """Return the number of cached leading blocks to use: they must not end inside an image."""
+    """Return the number of cached leading blocks that do not end inside an image."""
     for segment in reversed(segments):
         if segment.start < num_blocks * block_size < segment.end:
             num_blocks = segment.start // block_size
@@ -64,7 +64,7 @@ def cut(segments: Sequence[Segment], num_blocks: int, block_size: int) -> int:
 def chained(
     parent: bytes, tokens: bytes, block_size: int, segments: Sequence[Segment], first_block: int
 ) -> list[bytes]:
-    """Return digests as `block_pool.chained`; those of blocks with parts of images depend on image and part."""
+    """Return digests as `block_pool.chained`, with images and parts in those of their blocks."""
     digests = []
     for number in range(len(tokens) // (4 * block_size)):
         start = (first_block + number) * block_size
@@ -79,7 +79,7 @@ def chained(
 
 
 def held(segments: Sequence[Segment], num_computed: int) -> list[bytes]:
-    """Return the digests of images of which a request has read a part, but not all."""
+    """Return the digests of images that a request has read in part."""
     return [segment.digest for segment in segments if segment.start < num_computed < segment.end]
 
 
@@ -87,19 +87,19 @@ class EncoderEditor:
     """The next value of the cache, within one call."""
 
     def __init__(self, cache: EncoderCache, kept: Collection[bytes]) -> None:
-        """`kept`: digests of images that must not be evicted."""
+        """`kept`: images that must not be evicted."""
         self._entries = dict(cache.entries)
         self._free = [*cache.free]
         self._kept = set(kept)
-        self._num_encoded = 0  # tokens
+        self._num_encoded = 0
         self.encodes: list[Encode] = []
 
     def reach(
         self, sequence_id: int, segments: Sequence[Segment], start: int, length: int, budget: int, unit: int
     ) -> int:
-        """Return the length of a chunk from `start`, at most `length`: it ends before an image without embeddings.
+        """Encode the images of a chunk; return its length, at most `length`, before the first that does not fit.
 
-        Encodes images of the chunk. `budget`: most tokens of images that one plan encodes, unless the first has more.
+        `budget`: tokens of images in a plan, unless the first has more.
         """
         for index, segment in enumerate(segments):
             if segment.start >= start + length:
@@ -109,7 +109,7 @@ class EncoderEditor:
         return length
 
     def forget(self, segments: Sequence[Segment]) -> None:
-        """Remove a request's images, which may be the cause of its failure."""
+        """Remove a failed request's images."""
         for segment in segments:
             self._free += self._entries.pop(segment.digest, ())
 
@@ -124,12 +124,11 @@ class EncoderEditor:
                 return False
             self._num_encoded += segment.length
             self.encodes.append(Encode(sequence_id, index, units))
-        self._entries[segment.digest] = units  # now the most recently used
+        self._entries[segment.digest] = units
         self._kept.add(segment.digest)
         return True
 
     def _take(self, num_tokens: int, budget: int, unit: int) -> tuple[int, ...] | None:
-        """Return units for an image; None without budget or room."""
         if self._num_encoded and self._num_encoded + num_tokens > budget:
             return None
         count = -(-num_tokens // unit)

@@ -33,11 +33,11 @@ def occupy(
 
 
 def requeue(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Queue a running request again with its known tokens; `vacate` must free its slot and blocks."""
+    """Queue a running request again with its known tokens; `vacate` must follow."""
     record = editor.owner(slot)
     num_tokens = (
         int(editor.slots.num_tokens[slot]) or record.request.num_prompt
-    )  # of a beam group's member without work: no tokens yet
+    )  # 0: member of a beam group before its first row
     digests = digests_of(record.request, limits, record.digests, num_tokens)
     editor.enqueue([Waiting(record.request, record.order, num_tokens, digests)])
 
@@ -47,9 +47,8 @@ def vacate(
 ) -> None:
     """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
-    Steps in flight may have written tokens and drafts that are not the request's; their blocks are not indexed.
-    Indexing waits until here, because the next turn of a conversation follows the end of this one, and digests cost 2
-    us a block (62 of them a step at 1,000 running requests).
+    Blocks that steps in flight may have written are not indexed. Indexing waits until here because digests cost 2 us a
+    block, 62 blocks a step at 1,000 requests.
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]
@@ -64,7 +63,6 @@ def vacate(
             swap(0, digests, table)
             if limits.window:
                 swap(windowed.GROUP, digests[int(editor.slots.num_freed[slot]) :], editor.window_tables[slot])
-        # The block of a prompt's end is indexed, even if its last token is computed again.
         named = max(digests, record.digests, key=len)
         editor.pool.release(table, named)
         if limits.window:
@@ -77,7 +75,7 @@ def vacate(
     if editor.beam_groups:
         beam_groups.disband(editor, slots)
     editor.rank_adapters()
-    # A free slot has limit and length 0, so that no column test finds work for it.
+    # With limit and length 0, no column test finds work.
     own = editor.own_slots
     columns = (
         own.epochs,
@@ -97,9 +95,8 @@ def vacate(
 
 
 def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, length: int) -> None:
-    """Index the blocks that a chunk completes; later rows of the same step may hit them.
-
-    A step writes a layer's keys and values before any row attends.
+    """Index the blocks that a chunk completes, which later rows of the step may hit: each layer writes before any row
+    attends.
     """
     record, table = editor.owner(slot), editor.tables[slot]
     digests = record.digests
@@ -115,7 +112,7 @@ def publish_prompt(editor: StateEditor, limits: Limits, slot: int, start: int, l
 
 
 def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
-    """Extend the digests `first` of leading blocks to all full blocks of a request's first tokens."""
+    """Extend the digests `first` of leading blocks to all full blocks of the first `num_tokens`."""
     if request.root is None:
         return ()
     size = limits.block_size
@@ -127,7 +124,7 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 
 
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
-    """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk."""
+    """Encode a chunk's images; return its length before an image that does not fit."""
     if not request.media:
         return length
     return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

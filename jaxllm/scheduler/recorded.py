@@ -1,7 +1,4 @@
-"""The scheduler with its state; a recorder may observe all calls.
-
-`jaxllm replay` repeats recorded calls without a device, and gets the same plans.
-"""
+"""The scheduler with its state, and a recorder of all calls."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Recorder(Protocol):
         """Record queued requests."""
 
     def aborted(self, reasons: Mapping[int, str]) -> None:
-        """Record aborted requests, with reasons by id."""
+        """Record aborted requests with their reasons, by id."""
 
     def was_reset(self) -> None:
         """Record a reset of the cache."""
@@ -34,10 +31,10 @@ class Recorder(Protocol):
         """Record the ends of copies to the host."""
 
     def received(self, owner: int, blocks: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """Record blocks of a prompt that another engine computed, and the host blocks that they were given."""
+        """Record fetched blocks of a prompt, and the host blocks given to them."""
 
     def passed_over(self, request_ids: Collection[int]) -> None:
-        """Record the waiting requests that are not admitted for now."""
+        """Record the waiting requests to pass over."""
 
     def planned(self, plan: Plan) -> None:
         """Record a plan, which may be empty."""
@@ -61,7 +58,7 @@ class Recorder(Protocol):
 
 
 class RecordedScheduler:
-    """The scheduler's state, with the functions of scheduler.py as methods. Owns the requests' tokens from `add` on."""
+    """The scheduler's state, with the functions of scheduler.py as methods; owns request tokens."""
 
     def __init__(self, limits: Limits, recorder: Recorder | None = None) -> None:
         self.limits = limits
@@ -109,7 +106,6 @@ class RecordedScheduler:
             self._recorder.passed_over(request_ids)
 
     def plan(self, now: float) -> Plan:
-        """Plan the next step."""
         self.state, plan = scheduler.plan(self.state, self.limits, now)
         if self._recorder is not None:
             self._recorder.planned(plan)
@@ -123,7 +119,7 @@ class RecordedScheduler:
         counts: np.ndarray | None = None,
         sampled: np.ndarray | None = None,
     ) -> Events:
-        """Commit a step as `scheduler.commit`, and append its tokens to those of the requests."""
+        """Commit as `scheduler.commit`, and append the tokens to the requests'."""
         self.state, events = scheduler.commit(self.state, self.limits, plan, tokens, is_finite, counts, sampled)
         requests = self.requests
         if counts is None and len(events.tokens) == len(events.ids):

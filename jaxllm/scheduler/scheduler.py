@@ -1,7 +1,5 @@
 """The scheduler: pure functions from state and event to state and plan.
 
-Token ids matter only as the content of blocks. Independent of clock, device, text and sampling. state.py has the data.
-
 Letters: S slots, R rows of a plan, P tokens per block.
 """
 
@@ -35,8 +33,8 @@ from jaxllm.scheduler.state import (
 
 
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, source: Source | None = None) -> None:
-    """Raise ContextLengthError for a request of at most `limit` tokens, or a beam group of `width`, beyond the pool."""
-    needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is sampled, never computed
+    """Raise ContextLengthError if a request of at most `limit` tokens, or a beam group of `width`, exceeds the pool."""
+    needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is never computed
     windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
     if width > 1:
         needed = beam_groups.blocks_needed(limits, num_prompt, limit, width)
@@ -58,7 +56,7 @@ def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, sour
 
 
 def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
-    """Queue requests; raise UserError, without queuing any, if one could not run alone in the pool."""
+    """Queue requests; raise UserError, without queuing any, if one could not run alone."""
     editor = StateEditor(state)
     entries: list[Waiting] = []
     beam_groups.check(requests)
@@ -74,7 +72,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
             raise ValueError(f"request {request.name!r:.80} has a source, which no encoder reads")
         is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
         if before and is_sample and before.request.tokens == request.tokens:
-            digests = before.digests  # the next sample of the same prompt
+            digests = before.digests  # another sample of the prompt
         else:
             digests = occupancy.digests_of(request, limits, (), request.num_prompt)
         entries.append(Waiting(request, editor.num_added, request.num_prompt, digests))
@@ -84,7 +82,7 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
 
 
 def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Remove requests and their beam groups in any phase, and release their blocks; unknown ids are ignored."""
+    """Remove requests and their beam groups, and release their blocks; ignore unknown ids."""
     gone = frozenset(request_ids)
     editor = StateEditor(state)
     queue = [entry.request for entry in state.waiting if entry.request.beam_group]
@@ -103,7 +101,6 @@ def abort(state: State, limits: Limits, request_ids: Collection[int]) -> State:
 
 
 def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
-    """Record the ends of copies to the host: successful ones can be found from now on."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.land(landed)
@@ -113,9 +110,9 @@ def land(state: State, limits: Limits, landed: Sequence[Landed]) -> State:
 def receive(
     state: State, limits: Limits, owner: int, blocks: Sequence[tuple[int, int]]
 ) -> tuple[State, tuple[int, ...]]:
-    """Take blocks of a waiting request's prompt, each a group and an index, into the host's tier until it runs.
+    """Take fetched blocks of a waiting request's prompt, (group, index) each, into the host's tier.
 
-    Returns the host block for the content of each; -1: not wanted. The caller writes them before the next plan.
+    Returns the host block for the content of each; -1: not wanted.
     """
     entry = next((each for each in state.waiting if each.request.sequence_id == owner), None)
     digests = () if entry is None or not limits.num_host_blocks else entry.digests
@@ -129,10 +126,7 @@ def receive(
 
 
 def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> State:
-    """Admit none of these requests until the next call or reset; other requests may overtake them.
-
-    For requests without beams whose blocks are being fetched to the host's tier. The caller bounds the time.
-    """
+    """Admit none of these requests until the next call or reset; other requests may overtake them."""
     editor = StateEditor(state)
     if limits.num_host_blocks:
         editor.host.passed_over = frozenset(request_ids)
@@ -140,11 +134,7 @@ def pass_over(state: State, limits: Limits, request_ids: Collection[int]) -> Sta
 
 
 def reset(state: State, limits: Limits) -> State:
-    """Clear the cache: running requests return to the queue with their tokens, and the pool is new.
-
-    For a device that lost its cache, for example in a failed step with donated input. Resident adapters are cleared
-    too: later requests bring theirs, and the host may lack idle ones.
-    """
+    """Clear the cache, for a device that lost it: running requests return to the queue with their tokens."""
     editor = StateEditor(state)
     slots = _taken_slots(editor)
     for slot in slots:
@@ -242,12 +232,12 @@ def commit(
 
     With `counts`, int32[R], tokens are int32[R, W], `counts` valid ones per row: those sampled, `sampled`, int32[R]
     (None: one each), then forced ones, which the next plans compute like a prompt's. They are cut at the first stop
-    token and at the request's limit; a request whose limit is its prompt yields none and ends. A row with a count of 0
-    was not sampled in time: a later plan computes its last token again.
+    token and at the request's limit. A row with a count of 0 was not sampled in time: a later plan computes its last
+    token again.
 
-    Results of requests that ended, were preempted or got further tokens since are dropped: the request samples the
-    token again, equal because randomness depends only on seed and position. Non-finite logits end the row's request
-    with its beam group. Rows of beam groups yield no tokens: see `fork`.
+    Results of requests that ended, were preempted or got further tokens since are dropped, and sampled again equally:
+    randomness depends only on seed and position. Non-finite logits end the request with its beam group. Rows of beam
+    groups yield no tokens: see `fork`.
     """
     slots = state.slots
     editor = StateEditor(state)
@@ -272,7 +262,7 @@ def commit(
         row_slots, sample_numbers, yielded = row_slots[rows], sample_numbers[rows], yielded[rows]
     limit, num_tokens = slots.limit[row_slots], slots.num_tokens[row_slots] + 1
     ended = num_tokens >= limit
-    if counts is None and not (ended.any() and (num_tokens > limit).any()):  # usual: one token each
+    if counts is None and not (ended.any() and (num_tokens > limit).any()):
         num_new, _ = _ones(len(rows))
         stopped = _stops(editor, row_slots, yielded)
         ended |= stopped
@@ -295,7 +285,7 @@ def commit(
         finished[int(ids[row])] = "stop" if stopped[row] else "length"
     failed = tuple(slots.ids[failed_slots].tolist()) if failed_slots else ()
     if finished or failed:
-        for slot in failed_slots:  # their blocks may contain the cause of their non-finite logits
+        for slot in failed_slots:  # their blocks may contain the cause
             editor.pool.forget(editor.tables[slot], editor.owner(slot).digests)
             if limits.num_host_blocks:
                 editor.host.forget(editor.owner(slot).digests)
@@ -320,9 +310,9 @@ def commit(
 
 
 def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
-    """Continue the members of a beam group with all results, each as a child of one of them; see beam groups.py.
+    """Continue the members of a beam group as children of members.
 
-    As in `commit`, the caller appends the tokens, to the parent's tokens before this call.
+    The caller appends the tokens, to the parent's tokens before this call.
     """
     editor = StateEditor(state)
     beam_groups.fork(editor, limits, moves)
@@ -330,10 +320,9 @@ def fork(state: State, limits: Limits, moves: Sequence[Fork]) -> State:
 
 
 def is_live(state: State, step: Plan) -> np.ndarray:
-    """Return whether each row's result is still wanted, bool[R]."""
     slots = state.slots
     live = step.samples & (step.sample_numbers > slots.num_returned[step.slots])
-    if slots.epochs is not step.epochs:  # slots have new owners since
+    if slots.epochs is not step.epochs:
         live &= slots.epochs[step.slots] == step.epochs[step.slots]
     return live
 
@@ -352,7 +341,7 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row of int32[R, W], `wanted` tokens long, after its first stop token.
 
-    Returns the length of each row, whether it was stopped, and the remaining tokens of all rows.
+    Returns lengths, whether rows were stopped, and the remaining tokens.
     """
     stopped = np.zeros(len(row_slots), np.bool_)
     num_new = wanted.astype(np.int32)
@@ -364,7 +353,7 @@ def _cut(
 
 
 def _give(editor: StateEditor, slots: np.ndarray) -> None:
-    """Send all known tokens of slots to the device; drop results in flight, which did not use them."""
+    """Send all known tokens of slots to the device; drop results in flight."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -373,7 +362,7 @@ def _give(editor: StateEditor, slots: np.ndarray) -> None:
 
 
 def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
-    """Recompute the last known tokens of slots; drop steps in flight, which continued other tokens."""
+    """Recompute the last known tokens of slots; drop results in flight."""
     if not len(slots):
         return
     own = editor.own_slots
@@ -385,9 +374,9 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
 
 
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
-    """Allocate blocks for slots with more tokens than capacity, preempting the last in rank as needed.
+    """Allocate blocks for slots that lack capacity, preempting the last in rank as needed.
 
-    Adds the new blocks to `table`; returns the ids of preempted requests.
+    Adds to `table`; returns the ids of preempted requests.
     """
     preempted: list[int] = []
     while True:
@@ -395,7 +384,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         full = (slots.length > slots.capacity) & (slots.length < slots.limit)
         if editor.beam_groups:
             full[beam_groups.held(editor)] = False
-        growing = full.nonzero()[0]  # free slots have a limit of 0
+        growing = full.nonzero()[0]
         lacking = windowed.lacking(editor, limits) if limits.window else []
         if not len(growing) and not lacking:
             return tuple(preempted)
@@ -407,7 +396,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
             if limits.window:
                 windowed.grow(editor, limits, growing, counts, lacking, table)
             return tuple(preempted)
-        # A request with its last token in flight is about to release its blocks.
+        # Requests with their last token in flight release their blocks soon.
         ending = (slots.length >= slots.limit) & (slots.num_computed >= slots.num_prefill)
         victim = max((editor.slots.epochs * ~ending).nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank)
         victims = beam_groups.members(editor.beam_groups, victim)
@@ -443,8 +432,7 @@ def _verify(
 ) -> tuple[int, np.ndarray]:
     """Add drafts to the rows of a plan; return their number and the rows' new lengths.
 
-    Steps with prompt chunks have no drafts, since these run with many requests, where drafts pay least; nor do steps
-    with a row that must not draft, for example one that waits for its grammar's masks.
+    No drafts if a row must not draft, or with prompt chunks: drafts pay least with many requests.
     """
     if not may_draft:
         if editor.slots.has_drafts[row_slots].any():
@@ -462,10 +450,7 @@ def _verify(
 def _continue_prompts(
     editor: StateEditor, limits: Limits, chunking: np.ndarray, budget: int, table: list[np.ndarray]
 ) -> list[tuple[int, int, int]]:
-    """Continue running prompts by rank; return rows of (slot, start, length).
-
-    Adds blocks of windowed layers to `table`.
-    """
+    """Continue running prompts by rank; return rows of (slot, start, length)."""
     spare = int(np.count_nonzero(editor.slots.epochs)) if limits.window else 0
     rows: list[tuple[int, int, int]] = []
     for slot in sorted(chunking.nonzero()[0].tolist(), key=lambda slot: editor.owner(slot).rank):
@@ -486,7 +471,7 @@ def _continue_prompts(
 
 
 def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
-    """Return which chunks of int32[·, 3] reach the end of their sequence."""
+    """Plan chunks, int32[·, 3]; return which reach the end of their sequence."""
     slots = chunks[:, 0]
     num_computed, length = editor.own_slots.num_computed, editor.own_slots.length
     num_computed[slots] += chunks[:, 2]
@@ -498,7 +483,7 @@ def _issue_chunks(editor: StateEditor, chunks: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _ones(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return lengths of one token, and flags that all rows sample; both read-only, shared between plans."""
+    """Return lengths of one token, and flags that all rows sample; read-only."""
     lengths, samples = np.ones(count, np.int32), np.ones(count, np.bool_)
     lengths.flags.writeable = samples.flags.writeable = False
     return lengths, samples

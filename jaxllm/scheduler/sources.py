@@ -1,8 +1,7 @@
 """Inputs of an encoder: blocks of the pool for the keys and values that the decoder's cross-attention reads.
 
-A running request has the blocks of its whole source, under their own digests: requests of the same source share them,
-and those that no request uses stay cached. A plan encodes sources before its step and after its moves, so their blocks
-may be hit from then on.
+Requests of the same source share its blocks; unused ones stay cached. A plan encodes sources before its step and after
+its moves, so their blocks may be hit from then on.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from jaxllm.scheduler.state import Limits, Request, Source, StateEditor
 
 
 class Arriving(NamedTuple):
-    """A source that is being admitted."""
+    """A source being admitted."""
 
-    hits: list[int]  # cached blocks, of its beginning
-    num_new: int  # blocks to take
+    hits: list[int]
+    num_new: int
 
 
 NOTHING = Arriving([], 0)
@@ -41,7 +40,7 @@ def find(editor: StateEditor, limits: Limits, request: Request) -> Arriving | No
 
 
 def enter(editor: StateEditor, limits: Limits, slot: int, request: Request, arriving: Arriving) -> None:
-    """Give a request its source's blocks, of which the cached ones are shared already."""
+    """Give a request its source's blocks; the cached ones are already shared."""
     source = request.source
     if source is None:
         return
@@ -55,7 +54,7 @@ def enter(editor: StateEditor, limits: Limits, slot: int, request: Request, arri
 
 
 def follow(editor: StateEditor, slot: int, other: int) -> None:
-    """Let a member of a beam group share the source's blocks of another member."""
+    """Share the source's blocks of another member of a beam group."""
     blocks = editor.sources[other]
     editor.pool.share(blocks)
     editor.sources[slot] = blocks
@@ -68,7 +67,7 @@ def leave(editor: StateEditor, limits: Limits, slot: int, request: Request) -> N
 
 
 def forget(editor: StateEditor, limits: Limits, slot: int) -> None:
-    """Remove a source that may be the cause of its request's failure, unless other requests use it."""
+    """Remove the source of a failed request, unless other requests use it."""
     source = editor.owner(slot).request.source
     if source is not None:
         editor.pool.forget(editor.sources[slot], _digests(source, limits))

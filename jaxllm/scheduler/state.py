@@ -1,10 +1,9 @@
 """The scheduler's data: requests, slots, plans, events; and the editor that makes the next state.
 
-Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses (DECISIONS, "The
-scheduler is a pure function over columns").
+Objects made every step are named tuples, which take a fifth of the time of frozen dataclasses.
 
-Letters: S slots, R rows of a plan, U block-table entries. While a step that verifies drafts is in flight,
-`num_computed` and `length` assume that all drafts are accepted.
+Letters: S slots, R rows, U block-table entries. While drafts are in flight, `num_computed` and `length` assume that all
+are accepted.
 """
 
 from __future__ import annotations
@@ -29,33 +28,33 @@ from jaxllm.scheduler.media import Encode, EncoderCache, EncoderEditor, Segment
 class Limits:
     """The budgets of plans."""
 
-    num_slots: int  # most running requests
-    num_blocks: int  # of the pool
-    block_size: int  # tokens per block, P
-    max_step_tokens: int  # computed in one step, at least num_slots
-    max_step_chunks: int  # prompts computed in one step
+    num_slots: int
+    num_blocks: int
+    block_size: int  # tokens, P
+    max_step_tokens: int  # at least num_slots
+    max_step_chunks: int  # prompts
     records_blocks: bool = False  # states have `block_events`
-    whole_prompts: bool = False  # no chunks of prompts; `max_step_tokens` holds the longest
-    max_adapters: int = 0  # distinct ones of running requests, resident on the device
-    max_drafts: int = 0  # per row, K; 0: no drafting
-    max_verified: int = 0  # tokens of a step that verifies drafts
-    token_cost: int = 0  # time of a further token in a decode step, in thousandths of the step's fixed time
+    whole_prompts: bool = False  # `max_step_tokens` holds the longest
+    max_adapters: int = 0  # of running requests
+    max_drafts: int = 0  # per row, K
+    max_verified: int = 0  # tokens of a step with drafts
+    token_cost: int = 0  # of a further token in a decode step, in thousandths of the step's fixed time
     draft_cost: int = 0  # … of drafting a token
-    window: int = 0  # tokens visible to queries in the layers of a second group of blocks, see windowed.py; 0: no group
-    num_window_blocks: int = 0  # of that group's pool
-    num_host_blocks: int = 0  # of the host's tier, see host_tier.py; 0: no such tier
+    window: int = 0  # tokens visible in layers of a second group of blocks, see windowed.py; 0: no group
+    num_window_blocks: int = 0  # of that group
+    num_host_blocks: int = 0  # of the host's tier, see host_tier.py
     num_host_window_blocks: int = 0
-    max_stores: int = 0  # concurrent copies to the host, of each group
-    swaps: bool = False  # hold a preempted request's blocks in the host's tier until it runs again
-    stores_prompts: bool = False  # copy the blocks of prompts to the host's tier when computed, not when evicted
-    num_media_units: int = 0  # of the encoder's cache, see media.py; 0: no encoder
-    media_unit: int = 1  # embeddings of a unit
-    max_encoded: int = 0  # tokens of images or sources that a plan encodes, except for its first one
-    max_source: int = 0  # most tokens of an encoder's input, see sources.py; 0: no encoder-decoder model
+    max_stores: int = 0  # concurrent copies to the host, per group
+    swaps: bool = False  # hold a preempted request's blocks in the host's tier
+    stores_prompts: bool = False  # store prompts' blocks in the host's tier when computed, not when evicted
+    num_media_units: int = 0  # of the encoder's cache, see media.py
+    media_unit: int = 1  # embeddings
+    max_encoded: int = 0  # tokens of images or sources in a plan, beyond its first one
+    max_source: int = 0  # tokens of an encoder's input, see sources.py
 
     @property
     def num_groups(self) -> int:
-        """Groups of blocks: of layers without windows, or all; and of windowed layers."""
+        """Groups of blocks: layers without windows, or all; and windowed layers."""
         return 2 if self.window else 1
 
     @property
@@ -67,7 +66,7 @@ class Source(NamedTuple):
     """An encoder's input, which the decoder attends to."""
 
     digest: bytes  # of all that its keys and values depend on
-    length: int  # tokens
+    length: int
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -75,18 +74,18 @@ class Request:
     """One sequence of a request; immutable."""
 
     sequence_id: int
-    tokens: array[int]  # of prompt and output, int32; the caller of `commit` appends results
+    tokens: array[int]  # prompt and output, int32; the caller of `commit` appends
     num_prompt: int
-    limit: int  # most tokens, including the prompt; `num_prompt`: computed without yielding a token
-    stop_ids: tuple[int, ...] = ()  # sampling one ends it; the usual one first
+    limit: int  # most tokens with the prompt; `num_prompt`: computed without yielding a token
+    stop_ids: tuple[int, ...] = ()
     priority: int = 0  # lower first
     root: bytes | None = b""  # only requests of equal root share blocks; None: not shared
-    adapter: int = 0  # its adapter's number, 0 for none
-    may_draft: bool = True  # steps with it may verify drafts
-    reads_cache: bool = True  # use cached blocks; its blocks are cached in any case
-    beam_group: int = 0  # `sequence_id` of its beam group's leader, see beam groups.py; 0: no beam group
-    name: str = ""  # for logs and recordings
-    media: tuple[Segment, ...] = ()  # its images, in order
+    adapter: int = 0  # number; 0: none
+    may_draft: bool = True
+    reads_cache: bool = True  # use cached blocks
+    beam_group: int = 0  # `sequence_id` of its leader, see beam_groups.py; 0: none
+    name: str = ""
+    media: tuple[Segment, ...] = ()
     source: Source | None = None  # of an encoder-decoder model
 
 
@@ -97,7 +96,7 @@ class Waiting:
     request: Request
     order: int  # of arrival; kept when preempted
     num_tokens: int
-    digests: tuple[bytes, ...]  # of the full blocks of known tokens; empty if nothing is shared
+    digests: tuple[bytes, ...]  # of the full blocks of known tokens; empty if not shared
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -110,7 +109,7 @@ class Running:
 
     request: Request
     order: int
-    digests: tuple[bytes, ...]  # of its full blocks on admission; empty if nothing is shared
+    digests: tuple[bytes, ...]  # of the full blocks on admission; empty if not shared
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -118,42 +117,42 @@ class Running:
 
 
 class Slots(NamedTuple):
-    """Columns that change every step: one row per slot, read-only, replaced as a whole."""
+    """Read-only columns by slot, int32[S] unless noted; a change replaces a column."""
 
-    epochs: np.ndarray  # int64[S]: number of the admission to the slot, 0 if free
-    ids: np.ndarray  # int64[S]
-    num_prefill: np.ndarray  # int32[S]: tokens that are computed in chunks; the device samples the later ones
-    num_computed: np.ndarray  # int32[S]: tokens with keys and values once all planned steps have run
-    length: np.ndarray  # int32[S]: tokens that exist once all planned steps have run
-    num_tokens: np.ndarray  # int32[S]: tokens whose values are on the host
-    num_sampled: np.ndarray  # int32[S]: planned rows with a wanted result …
-    num_returned: np.ndarray  # int32[S]: … those with results, or not wanted any more
-    limit: np.ndarray  # int32[S]: most tokens
-    capacity: np.ndarray  # int32[S]: tokens that its blocks hold
-    stop_id: np.ndarray  # int32[S]: its usual stop token; without one, at least the vocabulary's size
-    has_more_stops: np.ndarray  # bool[S]: further stop tokens must be checked
-    may_draft: np.ndarray  # bool[S]: its rows may verify drafts; for this and the next columns see drafting.py
-    has_drafts: np.ndarray  # bool[S]: the device has drafts for it once all planned steps have run
-    num_drafted: np.ndarray  # int32[S]: its recent drafts that were verified …
-    num_accepted: np.ndarray  # int32[S]: … and accepted
-    num_freed: np.ndarray  # int32[S]: blocks of windowed layers, from the first token on, that were freed
+    epochs: np.ndarray  # int64[S]: number of the admission, 0 if free
+    ids: np.ndarray
+    num_prefill: np.ndarray  # tokens computed in chunks; the device samples the later ones
+    num_computed: np.ndarray  # tokens with keys and values once all planned steps have run
+    length: np.ndarray  # tokens once all planned steps have run
+    num_tokens: np.ndarray  # tokens whose values are on the host
+    num_sampled: np.ndarray  # planned rows with a wanted result …
+    num_returned: np.ndarray  # … those with results, or not wanted any more
+    limit: np.ndarray
+    capacity: np.ndarray  # tokens that its blocks hold
+    stop_id: np.ndarray  # its usual stop token; else at least the vocabulary's size
+    has_more_stops: np.ndarray  # bool[S]: other stop tokens must be checked
+    may_draft: np.ndarray  # bool[S]; see drafting.py for the next columns too
+    has_drafts: np.ndarray  # bool[S]: on the device, once all planned steps have run
+    num_drafted: np.ndarray  # recently verified …
+    num_accepted: np.ndarray  # … and accepted
+    num_freed: np.ndarray  # leading blocks of windowed layers that were freed
 
 
 class Fork(NamedTuple):
-    """A fork of one member of a beam group: it continues as a child of another, or of itself."""
+    """A fork of one member of a beam group, which continues as a child of one."""
 
-    target: int  # ids
+    target: int
     source: int
-    token: int  # the child's newest, after its parent's
+    token: int  # the child's newest
 
 
 class BlockStored(NamedTuple):
     """A block added to the prefix index."""
 
     digest: bytes
-    parent: bytes | None  # of the previous block, None for the first
+    parent: bytes | None  # the previous block's, None for the first
     tokens: tuple[int, ...]
-    adapter: int = 0  # of the request that computed it; others with equal content share the block
+    adapter: int = 0  # of the request that computed it
 
 
 class BlockRemoved(NamedTuple):
@@ -175,25 +174,25 @@ class State(NamedTuple):
     waiting: tuple[Waiting, ...]  # by rank
     slots: Slots
     running: tuple[Running | None, ...]  # by slot
-    tables: tuple[tuple[int, ...], ...]  # by slot: its blocks in order
+    tables: tuple[tuple[int, ...], ...]
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
     num_planned: int = 0
-    # Numbers of resident adapters: idle ones first, least recently used first; then those in use, longest in use first.
+    # Resident: idle ones first, least recently used first; then those in use, longest in use first.
     adapters: tuple[int, ...] = ()
     block_events: tuple[BlockEvent, ...] | None = None  # since they were taken; None: not recorded
-    beam_groups: tuple[tuple[int, ...], ...] = ()  # slots of each running beam group, the leader's first
-    # Changes by forks, for the next plan: entries of block tables as in `Plan.table`; copies (group, slot, block), of
-    # which the slot's next block must be a copy.
+    beam_groups: tuple[tuple[int, ...], ...] = ()  # slots, the leader's first
+    # Changes by forks, for the next plan: as in `Plan.table`; (group, slot, block): the slot's next block must be a
+    # copy.
     entries: tuple[tuple[int, int, int], ...] = ()
     copies: tuple[tuple[int, int, int], ...] = ()
-    # Of windowed layers with a separate pool:
-    window_tables: tuple[tuple[int, ...], ...] = ()  # by slot: its blocks from `Slots.num_freed` on
+    # Of windowed layers:
+    window_tables: tuple[tuple[int, ...], ...] = ()  # from `Slots.num_freed` on
     window_pool: Pool | None = None
     host: Host | None = None
     media: EncoderCache | None = None
-    sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source, of an encoder-decoder model
+    sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source
 
     @property
     def num_running(self) -> int:
@@ -201,7 +200,7 @@ class State(NamedTuple):
 
     @property
     def num_blocks_used(self) -> int:
-        """Used blocks of `pool`; the windowed layers' share of them if larger."""
+        """Used blocks of `pool`, or the windowed layers' share of them if larger."""
         pool, other = self.pool, self.window_pool
         used = pool.num_blocks - pool.num_available
         if other is None:
@@ -225,8 +224,8 @@ class Admission:
 
     slot: int
     request: Request
-    num_known: int  # more than its prompt if it was preempted before
-    num_cached: int  # tokens in the prefix cache
+    num_known: int  # more than its prompt after a preemption
+    num_cached: int  # tokens
 
 
 NO_MOVES = host_tier.as_array(())
@@ -236,31 +235,30 @@ NO_MOVES.flags.writeable = False
 class Plan(NamedTuple):
     """One step: decode rows, then prompt chunks.
 
-    A decode row has one token, sampled on the device, and drafts after it in a step without chunks. While earlier
-    drafts are uncounted only the device has the row's start: `starts` is its maximum.
+    A decode row has one token, sampled on the device, then drafts in a step without chunks. While earlier drafts are
+    uncounted only the device has its start: `starts` is the maximum.
     """
 
-    now: float  # argument of `plan`
+    now: float
     num_decodes: int
     slots: np.ndarray  # intp[R]: numpy converts other index types
-    epochs: np.ndarray  # int64[S]: the column at that time, which identifies results of earlier owners
-    starts: np.ndarray  # int32[R]: position of the row's first token
-    lengths: np.ndarray  # int32[R]: tokens
-    samples: np.ndarray  # bool[R]: the row reaches the end of its sequence, and its result is wanted
-    sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled` of the row, which identifies unwanted results
-    # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is in column i · G + group.
+    epochs: np.ndarray  # int64[S]: identifies results of earlier owners
+    starts: np.ndarray  # int32[R]: positions
+    lengths: np.ndarray  # int32[R]
+    samples: np.ndarray  # bool[R]: reaches its sequence's end, with a wanted result
+    sample_numbers: np.ndarray  # int32[R]: `Slots.num_sampled`, identifies unwanted results
+    # int32[U, 3]: slot, column of its block table, block. With G groups, index i of a group is column i · G + group.
     table: np.ndarray
     admitted: tuple[Admission, ...] = ()
-    preempted: tuple[int, ...] = ()  # ids
-    number: int = 0  # of the plan
-    adapters: tuple[int, ...] = ()  # resident in this step; the previous plan's object if unchanged
-    num_drafts: int = 0  # of all rows
+    preempted: tuple[int, ...] = ()
+    number: int = 0
+    adapters: tuple[int, ...] = ()  # the previous plan's object if unchanged
+    num_drafts: int = 0
     proposes: bool = False  # the device drafts for the next step
-    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; of an engine that drafts
-    # int32[·, 5]: copies before any write, in this order: group, then tier and block of source and of target (see
-    # host_tier.py).
+    capacity: np.ndarray | None = None  # int32[R]: tokens that the row's blocks hold; None without drafting
+    # int32[·, 5]: copies before any write, in order: `host_tier.Moved`
     moves: np.ndarray = NO_MOVES
-    encodes: tuple[Encode, ...] = ()  # before the step
+    encodes: tuple[Encode, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -275,14 +273,14 @@ NO_ROWS.flags.writeable = False
 class Events(NamedTuple):
     """The results of a step: tokens for each of `ids`, and finished requests."""
 
-    rows: np.ndarray  # of the plan
-    ids: np.ndarray  # int64
-    counts: np.ndarray  # int32: tokens of each row, 0 for none
-    tokens: np.ndarray  # int32: of all rows, concatenated
+    rows: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray  # tokens of each row
+    tokens: np.ndarray  # of all rows
     finished: dict[int, FinishReason]
-    failed: tuple[int, ...] = ()  # ended without a token: their logits were not finite
-    answered: np.ndarray = NO_ROWS  # intp[·]: the plan's rows of beam groups, whose tokens `fork` sets
-    complete: tuple[int, ...] = ()  # leaders' ids of the beam groups with all results
+    failed: tuple[int, ...] = ()  # ended by non-finite logits
+    answered: np.ndarray = NO_ROWS  # the plan's rows of beam groups, whose tokens `fork` sets
+    complete: tuple[int, ...] = ()  # leaders of beam groups with all results
 
 
 def initial(limits: Limits) -> State:
@@ -333,8 +331,6 @@ def take_block_events(state: State) -> tuple[State, tuple[BlockEvent, ...]]:
 
 
 class _Columns:
-    """The newest columns of `Slots`: the state's, or their replacements."""
-
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
 
@@ -343,7 +339,7 @@ class _Columns:
 
 
 class _OwnColumns:
-    """The columns of an editor for writing in place: each is copied at its first use."""
+    """Columns for writing in place, each copied at its first use."""
 
     def __init__(self, columns: _Columns) -> None:
         self._columns = columns
@@ -356,16 +352,15 @@ class _OwnColumns:
 
 
 class StateEditor:
-    """The next value of a state, within one call; each part is copied when it first changes.
+    """The next value of a state, within one call; parts are copied when they first change.
 
-    `slots` has the columns for reading, `own_slots` for writing in place. The lists by slot and the pool are copied at
-    first use.
+    `own_slots` has the columns of `slots` for writing.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._columns = _Columns(state.slots)
-        self.slots = cast(Slots, self._columns)  # gives type checkers the columns' names
+        self.slots = cast(Slots, self._columns)
         self.own_slots = cast(Slots, _OwnColumns(self._columns))
         self._parts: dict[str, Any] = {}
         self.num_added = state.num_added
@@ -377,7 +372,7 @@ class StateEditor:
         self.entries = state.entries
         self.copies = state.copies
         self.source_encodes: list[Encode] = []
-        self.num_encoded = 0  # tokens of `source_encodes`
+        self.num_encoded = 0
         self._was_cleared = False
         self._described: dict[bytes, BlockStored] = {}
 
@@ -450,7 +445,7 @@ class StateEditor:
 
     def enqueue(self, entries: Sequence[Waiting]) -> None:
         together = (*self.waiting, *entries)
-        # Entries usually belong at the end; checking every rank of a long queue would add up.
+        # Checking every rank of a long queue would be slow.
         first = max(0, len(self.waiting) - 1)
         is_sorted = all(one.rank <= other.rank for one, other in pairwise(together[first:]))
         self.waiting = together if is_sorted else tuple(sorted(together, key=lambda entry: entry.rank))

@@ -1,15 +1,11 @@
 """A second group of blocks, for layers that see only the last W tokens in models with other layers.
 
-A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission.
-Otherwise a decode row has equally many blocks in both groups.
+A slot frees a block once later queries cannot see it, and a prompt gets its blocks per chunk, not at admission. A
+cached prefix is usable if the first group's index has all its blocks, and the second's those in the window; else it is
+cut.
 
-A cached prefix is usable if all its blocks are in the first group's index, and those in the window in the second's.
-Freed blocks may have been evicted; then the prefix is cut.
-
-The device may load blocks before the window, with weight 0. There the table has a block of zeros that no slot gets:
-number `Limits.num_window_blocks`.
-
-Letters: P tokens per block.
+The device may load blocks before the window, with weight 0: there the table has block `Limits.num_window_blocks`, of
+zeros.
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ GROUP = 1
 
 
 class Entering(NamedTuple):
-    """A request that is being admitted."""
+    """A request being admitted."""
 
     num_tokens: int
-    num_hits: int  # its cached leading blocks in the first group …
-    near: Sequence[int]  # … and the last of them in the second
+    num_hits: int  # cached leading blocks in the first group …
+    near: Sequence[int]  # … the last of them in the second
 
 
 def covered(limits: Limits) -> int:
@@ -43,7 +39,6 @@ def most(window: int, block_size: int) -> int:
 
 
 def columns(limits: Limits, indices: range) -> range:
-    """Return the block table's columns for indices of windowed layers' blocks."""
     groups = limits.num_groups
     return range(indices.start * groups + GROUP, indices.stop * groups + GROUP, groups)
 
@@ -51,12 +46,9 @@ def columns(limits: Limits, indices: range) -> range:
 def cut(
     limits: Limits, digests: Sequence[bytes], hits: list[int], find: Callable[[bytes], int | None]
 ) -> tuple[list[int], list[int]]:
-    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks.
-
-    `find` returns the second group's block of a digest.
-    """
+    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks."""
     wanted, end = covered(limits), len(hits)
-    near: list[int] = []  # in reverse
+    near: list[int] = []
     at = end
     while at and len(near) < wanted:
         at -= 1
@@ -69,11 +61,11 @@ def cut(
 
 
 def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], spare: int) -> bool:
-    """Return whether the pool of windowed layers holds the blocks of `entering`, and `spare` further ones."""
+    """Return whether the pool of windowed layers has room for `entering` and `spare` further blocks."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
         min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
-        + sum(block < 0 for block in each.near)  # in the host
+        + sum(block < 0 for block in each.near)
         for each in entering
     )
     pool = editor.window_pool
@@ -92,7 +84,7 @@ def enter(editor: StateEditor, limits: Limits, slot: int, entering: Entering, ta
 def extend(
     editor: StateEditor, limits: Limits, slot: int, start: int, length: int, spare: int, table: list[np.ndarray]
 ) -> int:
-    """Allocate the blocks of a prompt's chunk if `spare` are left over; return the tokens that fit."""
+    """Allocate the blocks of a chunk if `spare` are left over; return the tokens that fit."""
     end = int(editor.slots.num_freed[slot]) + len(editor.window_tables[slot])
     count = -(-(start + length) // limits.block_size) - end
     count = max(0, min(count, editor.window_pool.num_available - spare))
@@ -104,7 +96,6 @@ def extend(
 def hand_out(
     editor: StateEditor, limits: Limits, slots: Sequence[int], counts: Sequence[int], table: list[np.ndarray]
 ) -> None:
-    """Allocate `counts` further blocks to `slots`; add them to `table`."""
     if not slots:
         return
     tables, at = editor.window_tables, 0
@@ -142,8 +133,7 @@ def grow(
 ) -> None:
     """Allocate the second group's blocks for a step; add them to `table`.
 
-    Decoding slots among `growing` receive `counts`, as in the first group; slots in `lacking`, with a prompt to
-    continue, receive one each.
+    Decoding slots among `growing` get `counts`, prompts in `lacking` one each.
     """
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
@@ -153,9 +143,8 @@ def grow(
 def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held: np.ndarray) -> None:
     """Free the blocks that no later query sees; add entries of the block of zeros to `table`.
 
-    The next query is at `num_computed`, or at the last known token if that is recomputed. Its window counts from the
-    first token of its block, so that the prefix can be hit again. Slots without work, such as those in `held`, keep
-    their blocks: a plan without rows is not sent to the device.
+    The next query is at `num_computed`, or at the last known token if recomputed. Its window counts from the first
+    token of its block, so that the prefix can be hit again. Slots without work keep theirs.
     """
     slots = editor.slots
     begins = np.minimum(slots.num_computed, slots.num_tokens - 1) // limits.block_size - covered(limits)
@@ -168,7 +157,7 @@ def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held
         _release(editor, slot, new - old)
         editor.own_slots.num_freed[slot] = new
         _add_entries(limits, table, slot, range(old, new), [limits.num_window_blocks] * (new - old))
-        if editor.entries:  # of forks, not yet sent
+        if editor.entries:
             gone = columns(limits, range(old, new))
             editor.entries = tuple(each for each in editor.entries if each[0] != slot or each[1] not in gone)
 

@@ -13,8 +13,8 @@ from jaxllm.errors import printable
 from jaxllm.structured_output.slow_masks import SLOW_SECONDS, Job, Pace
 
 _MOST_SAID = 300
-_GUESS = 0.001  # seconds assumed for the first mask: between usual and slow
-_RELEASE_SECONDS = 0.002  # tokens after longer masks are consumed without the GIL, which takes 50 us more
+_GUESS = 0.001  # seconds, of the first mask
+_RELEASE_SECONDS = 0.002  # tokens after longer masks are consumed without the GIL: 50 us more
 _MANY_TOKENS = 2**31 - 1
 _of_thread = threading.local()
 
@@ -23,10 +23,9 @@ _of_thread = threading.local()
 class Preamble:
     """Text that may precede the constrained part of an output."""
 
-    # Texts, and the grammars after each. Before a mark every token but an end is allowed. Empty: all output is
-    # constrained.
+    # Texts, and the grammars after each; before a mark all tokens but ends are allowed. Empty: constrained throughout.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
-    # Prefixes of an unconstrained part. Any other output is constrained from its first token.
+    # Prefixes of an unconstrained part.
     openings: tuple[bytes, ...] = ()
 
 
@@ -43,23 +42,23 @@ class Constraint:
         pace: Pace,
     ) -> None:
         self.pace = pace
-        self.job: Job | None = None  # computes the next mask in a thread
-        self.again: int | None = None  # a dropped token that the thread consumes; the only one to be sampled next …
-        self.due: list[int] = []  # … and the forced tokens after it, consumed too
-        self.num_late = 0  # steps waited for the next mask
-        self._seconds = _GUESS  # of the last mask
+        self.job: Job | None = None
+        self.again: int | None = None  # dropped token that the thread consumes: the only one allowed next …
+        self.due: list[int] = []  # … and forced tokens after it
+        self.num_late = 0
+        self._seconds = _GUESS
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # union over all grammars: int32[W]
         self._marks = way.marks
-        self.openings = way.openings  # remainders that match the output so far
+        self.openings = way.openings  # remainders that match so far
         self.matchers: list[LLMatcher] = []
         self._is_free = bool(way.marks) and not way.openings
         if not self._is_free:
             self._begin(origins)
         self._bytes_of = bytes_of
         self._eos_ids = eos_ids
-        self.expected: list[int] = []  # forced tokens to come
-        self._end = b""  # may begin a mark
+        self.expected: list[int] = []
+        self._end = b""
         self._error: str | None = None
 
     def _begin(self, origins: Sequence[LLMatcher]) -> None:
@@ -87,7 +86,7 @@ class Constraint:
         self._error = self._error or one_line(reason)
 
     def check(self) -> None:
-        """Drop failed matchers after each use: llguidance lets a failed matcher end the output."""
+        """Drop failed matchers, with which llguidance would let the output end."""
         failed = [] if self._error is not None else [each for each in self.matchers if each.is_error()]
         if failed:
             self.matchers = [each for each in self.matchers if each not in failed]
@@ -95,7 +94,7 @@ class Constraint:
                 self.fail(failed[0].get_error() or "The grammar allows no further token.")
 
     def consume(self, token: int) -> None:
-        """Advance by a sampled token; one that the grammar does not allow sets `error`."""
+        """Advance by a sampled token; a forbidden one sets `error`."""
         if self._error is not None:
             return
         if self._is_free:
@@ -111,12 +110,12 @@ class Constraint:
             else:
                 for matcher in self.matchers:
                     matcher.consume_token(token)
-        except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
+        except (OverflowError, TypeError, ValueError) as error:
             self.fail(str(error))
-        self.check()  # drops the matchers that do not allow the token
+        self.check()
 
     def forced(self) -> list[int]:
-        """Return the forced next tokens, up to an end, without consuming them."""
+        """Return the forced next tokens, up to an end."""
         if self._is_free or self.openings or len(self.matchers) != 1 or self._error is not None:
             return []
         tokens = self.matchers[0].compute_ff_tokens()
@@ -149,16 +148,16 @@ class Constraint:
 def consume_released(matchers: Sequence[LLMatcher], token: int) -> None:
     """Let matchers consume a token without the GIL, which `LLMatcher.consume_token` holds for up to 0.1 s.
 
-    Matchers that do not allow the token fail. `LLExecutor` releases the GIL for two matchers or more only.
+    `LLExecutor` releases it only for two matchers or more.
     """
     if not matchers:
         return
-    if not hasattr(_of_thread, "executor"):  # a pool of this thread alone, so that no other work delays it
+    if not hasattr(_of_thread, "executor"):  # so that no other work delays it
         _of_thread.executor = LLExecutor(1)
     work = [(matcher, token) for matcher in matchers]
     if len(work) == 1:
         failed = matchers[0].deep_copy()
-        failed.rollback(_MANY_TOKENS)  # fails, after which consuming takes no time
+        failed.rollback(_MANY_TOKENS)  # fails; consuming then costs nothing
         work.append((failed, token))
     _of_thread.executor.consume_token_par(work)
 

@@ -1,7 +1,4 @@
-"""Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect.
-
-Constructs that llguidance interprets differently or ignores are refused by name.
-"""
+"""Convert grammars in Lark notation or llama.cpp's GBNF to llguidance's Lark dialect, or refuse them."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from jaxllm.checks import shown
 from jaxllm.errors import UserError
 
-# Nesting if all rules nest: 2 kB of stack each, and overflow kills the process.
+# If all rules nest: 2 kB of stack each; overflow kills the process.
 MAX_LEVELS = 2**10
-MAX_TEXT = 2**13  # characters of a literal, as schemas.MAX_TEXT
+MAX_TEXT = 2**13  # as schemas.MAX_TEXT
 MAX_GBNF_RULES = 500  # gbnf_to_lark is quadratic in rules
 
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
-# Unclosed texts match to the end and are refused: searching on from each quote would be quadratic.
+# Unclosed texts match to the end: searching from each quote would be quadratic.
 _GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
 _SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; literal in GBNF
 
-# As in llguidance's lexer (parser/src/lark/lexer.rs), to distinguish names from literals.
+# As llguidance's lexer (parser/src/lark/lexer.rs).
 _LARK = re.compile(
     r'(?P<text>(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*(?:"|(?P<open>))|/(?:\\.|[^/\\])+(?:/|(?P<open_expression>)))'
     r"|(?P<special><[^<>\s]+>)|(?P<keyword>%(?:json|llguidance|regex))\b|(?P<attribute>(?<![a-z_])[a-z_]+)\s*=|(?P<bracket>[(){}\[\]])"
@@ -38,14 +35,14 @@ _OPTIONS = ("no_forcing", "allow_initial_skip", "ignore_once")
 
 
 def of_the_server(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a grammar of the server, in Lark notation, converted as by `to_lark`; it may contain token ids."""
+    """Return a grammar of the server as `to_lark`; it may contain token ids."""
     return _checked_lark(grammar, prepare_schema, takes_tokens=True)
 
 
 def to_lark(grammar: str, prepare_schema: Callable[[Any], Any]) -> str:
-    """Return a client's grammar in Lark notation; `prepare_schema` converts embedded JSON schemas.
+    """Return a client's grammar in Lark notation; raise UserError if unsupported.
 
-    Raises UserError if unsupported.
+    `prepare_schema` converts embedded JSON schemas.
     """
     first = _GBNF_RULE.search(grammar)
     try:
@@ -77,7 +74,6 @@ def _converted(gbnf: str, first_rule: str) -> str:
 
 
 def _spelled(found: re.Match[str]) -> str:
-    """Write a literal or class with escapes that gbnf_to_lark preserves."""
     part = found[0]
     if found["open"] is not None or found["open_class"] is not None:
         raise _refusal(f"is not valid GBNF: it has a text or a class that is not closed: {shown(part)}")

@@ -11,12 +11,12 @@ from jaxllm.checks import shown
 from jaxllm.errors import UserError
 from jaxllm.structured_output.expressions import translate_pattern
 
-# Keywords without subschemas, and keywords that map names to subschemas.
+# Without subschemas; with subschemas by name.
 DATA = frozenset({"enum", "const", "default", "examples", "required", "dependentRequired", "type"})
 BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 
-# Formats of JSON Schema; others, such as "password", are annotations.
+# Others are annotations.
 _FORMATS = frozenset(
     "date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uuid uri-template json-pointer relative-json-pointer regex".split()
@@ -28,14 +28,14 @@ _DATE = f"^(?:{_LEAP_DAY}|{_OTHER_DAY})"
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _EXACT = 2**53  # llguidance converts numbers to floats
-_MOST_POWER = 22  # largest power of ten that serde_json scales by exactly
+_MOST_POWER = 22  # serde_json scales by at most this power of ten exactly
 _INTEGERS = (-(2**63), 2**63 - 1)  # llguidance clamps integer bounds to this
-_DIGITS = 15  # significant digits of the inclusive bound that replaces an exclusive one
+_DIGITS = 15  # significant, of an inclusive bound that replaces an exclusive one
 _MOST_PRODUCT = 2**32  # llguidance multiplies two `multipleOf` in 32 bits
 
 
 def exact(schema: Any) -> Any:
-    """Return a schema that llguidance follows exactly, with the same meaning; raise UserError if impossible."""
+    """Return an equivalent schema that llguidance follows exactly; raise UserError if impossible."""
     objects = list(_objects(schema))
     merges = any(map(_merges, objects))
     if merges:
@@ -63,7 +63,7 @@ def _exact(schema: Any, merges: bool) -> Any:
     _write_numbers(written, merges)
     _write_texts(written)
     if not isinstance(written.get("items"), list):
-        written.pop("additionalItems", None)  # without effect, but makes llguidance ignore prefixItems
+        written.pop("additionalItems", None)  # llguidance would ignore prefixItems
     if written.get("uniqueItems") is False:
         del written["uniqueItems"]
     return _grouped(written)
@@ -116,7 +116,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
         raise _refusal("a multipleOf of 0; it must be above 0")
     for value in _numbers([schema.get("const"), schema.get("enum")]):
         _check_number("a value", value, False)
-    # If both bounds have the same integer part, llguidance accepts an integer that one of them excludes.
+    # If both bounds have one integer part, llguidance accepts an integer that one of them excludes.
     for name, plain, sign, others in (
         ("exclusiveMinimum", "minimum", 1, _HIGH),
         ("exclusiveMaximum", "maximum", -1, _LOW),
@@ -136,7 +136,7 @@ def _write_numbers(schema: dict[str, Any], merges: bool) -> None:
 
 
 def _write_prefixes(schema: dict[str, Any]) -> None:
-    """Add the decimal prefixes of a bound as allowed values: below 0.512 llguidance rejects 0.5. Changes `schema`."""
+    """Add the decimal prefixes of a bound as allowed values: below 0.512 llguidance rejects 0.5."""
     types = schema.get("type", "number")
     if "number" not in (types if isinstance(types, list) else [types]):
         return

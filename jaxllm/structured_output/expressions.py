@@ -1,7 +1,6 @@
 r"""Translate Python regular expressions to llguidance's dialect, with the matches of `re.fullmatch`.
 
-Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, `\S` and U+001C to U+001F, lazy
-quantifiers.
+Parsed by Python, because dialects differ: `$` within a text, `\w` and combining marks, lazy quantifiers.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import Any
 
 from jaxllm.errors import UserError
 
-# Each step tokenizes forced text again: quadratic. 0.4 s to compile "a?a?a?..." of this length.
+# Each step tokenizes forced text again: 0.4 s to compile "a?a?a?..." of this length.
 MAX_CHARS = 2**13
 
-_parser: Any = vars(re)["_parser"]  # missing from type stubs
+_parser: Any = vars(re)["_parser"]
 
 _AGE = ".".join(unicodedata.unidata_version.split(".")[:2])  # llguidance's Unicode may be newer
-_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's also matches combining marks
-# Subsets of Python's categories, for Unicode and with re.ASCII.
+_WORD = rf"[[\p{{L}}\p{{N}}_]&&\p{{age:{_AGE}}}]"  # Python's \w; Rust's has combining marks
+# Subsets of Python's categories, for Unicode and re.ASCII.
 _CATEGORIES = {
     "CATEGORY_DIGIT": ("0-9", "0-9"),
     "CATEGORY_NOT_DIGIT": (r"\P{Nd}", "[^0-9]"),
@@ -31,7 +30,7 @@ _CATEGORIES = {
     "CATEGORY_WORD": (_WORD, "0-9A-Za-z_"),
     "CATEGORY_NOT_WORD": (r"[^\p{L}\p{N}_]", "[^0-9A-Za-z_]"),
 }
-# Supersets, for negated classes, which may exclude more than Python's.
+# Supersets, for negated classes.
 _LEFT_OUT = {
     "CATEGORY_DIGIT": r"\p{Nd}",
     "CATEGORY_NOT_DIGIT": "[^0-9]",
@@ -56,8 +55,7 @@ _REFUSED = {
 }
 _BEGINNINGS, _ENDS = ("AT_BEGINNING", "AT_BEGINNING_STRING"), ("AT_END", "AT_END_STRING")
 
-# In JSON schema patterns `\d` and `\w` match ASCII only, as in ECMA 262; `\D` and `\W` match no Unicode digit or
-# letter.
+# JSON schema patterns: `\d` and `\w` are ASCII, as in ECMA 262; `\D` and `\W` exclude all digits and letters.
 _OF_PATTERNS = _CATEGORIES | {
     "CATEGORY_WORD": ("0-9A-Za-z_", "0-9A-Za-z_"),
     "CATEGORY_NOT_SPACE": (r"[^\s\x1c-\x1f\x{feff}]", r"[^ \t\n\r\x0b\x0c]"),
@@ -68,38 +66,37 @@ _LEFT_OUT_OF_PATTERNS = _LEFT_OUT | {
 }
 _UNWRITABLE = r"[\x00-\x07\x0b\x0e-\x1f\x7f]"  # need a \u escape in JSON
 _ANY_TEXT = "(?s:.*)"
-_FIRST_PROPERTY = 0xF0000  # replace \p{...} while Python parses
+_FIRST_PROPERTY = 0xF0000  # replace \p{...} for Python
 _OF_ECMA = re.compile(
     r"(?P<property>\\[pP]\{\^?[\w=:]+\})|\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|\\.|(?P<named>\(\?<(?=\w))", re.DOTALL
 )
 
 
 class _Edge(Enum):
-    """The context at one end of a part of an expression."""
+    """The context at one end of a part."""
 
-    INNER = auto()  # other parts
-    HELD = auto()  # the start or end of the text
+    INNER = auto()
+    HELD = auto()  # start or end of the text
     OPEN = auto()  # any text, unless anchored
 
 
 def translate(pattern: str, name: str = "regex") -> str:
     """Rewrite a Python regular expression in llguidance's dialect, with the same meaning.
 
-    Raises UserError if it is invalid, too long, or unsupported; messages begin with `name`.
+    Raises UserError if invalid, too long, or unsupported; messages begin with `name`.
     """
     return _Writer(name).write(pattern)
 
 
 def translate_whitespace(pattern: str) -> str:
-    """Translate an expression for whitespace between JSON's parts, which must not match anything else."""
+    """Translate an expression for whitespace between JSON's parts, which must match nothing else."""
     return _Writer("whitespace_pattern", characters=" \t\n\r").write(pattern)
 
 
 def translate_pattern(pattern: str) -> str:
     r"""Translate a JSON schema pattern to an expression for the whole text.
 
-    Control characters that need a \\u escape are removed from classes: with them, llguidance matches escaped quotes and
-    backslashes too.
+    Classes lose control characters that need a \\u escape, with which llguidance matches escaped quotes.
     """
     return f"^(?:{_PatternWriter('pattern').write(pattern)})$"
 
@@ -118,7 +115,7 @@ class _Writer:
             raise self._refusal(f"has more than {MAX_CHARS} characters: {len(pattern)}")
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # "[[" keeps its meaning
+                warnings.simplefilter("ignore", FutureWarning)
                 parsed = _parser.parse(pattern)
             least = parsed.getwidth()[0]
             if least > MAX_CHARS:
@@ -154,7 +151,7 @@ class _Writer:
     def _edge_of(
         parts: Sequence[tuple[str, Any]], names: tuple[str, ...], flags: int, edge: _Edge
     ) -> tuple[str, _Edge]:
-        """Return the expression to insert at one end of a sequence, and the context of the parts there."""
+        """Return the expression to insert at one end of a sequence, and the context there."""
         if edge is not _Edge.OPEN:
             return "", edge
         asserted = [str(value) for op, value in parts if op == "AT" and str(value) in names]
@@ -180,7 +177,7 @@ class _Writer:
         if op == "SUBPATTERN":
             _, added, removed, inner = value
             return f"(?:{self._sequence(inner, (flags | added) & ~removed, begin, end)})"
-        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # laziness does not affect full matches
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # equal in full matches
             least, most, inner = value
             bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
             return f"(?:{self._sequence(inner, flags, _Edge.INNER, _Edge.INNER)}){{{int(least)},{bound}}}"

@@ -1,7 +1,4 @@
-"""Compile and cache grammars with llguidance, and compute masks of allowed tokens.
-
-Constraints that cannot be followed exactly, in bounded work, are refused.
-"""
+"""Compile and cache grammars with llguidance, and compute masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -34,36 +31,35 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.threads import start_thread
 
 MAX_KEPT = 64  # grammars
-MAX_KEPT_CHARS = 2**20  # total length of the cached grammars' sources
-MAX_KEPT_BYTES = 2**28  # total of cached lexers, which grow in use: small sources' to 20 or 40 MB
-# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, about 1 kB for each of 50,000 states at most;
-# 0.1 to 0.3 MB without states.
+MAX_KEPT_CHARS = 2**20  # of all sources
+MAX_KEPT_BYTES = 2**28  # of lexers, which grow in use: to 20 or 40 MB for small sources
+# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, at most 1 kB for each of 50,000 states.
 _LEAST_BYTES = 2**18
 _BYTES_A_UNIT = 20
 _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
-_WEIGHED_SECONDS = 0.002  # weigh after masks that took longer: lexers grow 100 kB in that time
+_WEIGHED_SECONDS = 0.002  # weigh after longer masks: lexers grow 100 kB in that time
 STEPS_UNWEIGHED = 32
-# Uses before recompilation: lexer states accumulate over outputs, against the limit.
+# Then recompile: lexer states accumulate against the limit.
 MAX_USES = 64
 # Bounded: a model may prefer whitespace to an end forever.
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
-_MOST_TEXT = 2**13  # characters of one choice, as schemas.MAX_TEXT
-_LONG_SECONDS = 0.001  # seconds of masks on one thread; the rest use several
+_MOST_TEXT = 2**13  # as schemas.MAX_TEXT
+_LONG_SECONDS = 0.001  # on one thread; further masks use several
 _NUM_TRIED = 3  # steps: JSON's bracket and two more
 
 # llguidance 1.9.1, one core of two. 128,000 tokens: first use 1.9 s, 86 MB; compiling three properties 8 ms; a mask 13
-# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. 1,536 tokens: 2 ms, 9 µs, 80 µs. 100 MB after 10,000 schemas.
-# Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about 100 if ambiguous.
+# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about
+# 100 if ambiguous.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # 25,000 short choices take 300,000
     step_lexer_fuel=100_000,
     step_max_items=10_000,
     max_lexer_states=50_000,
     max_grammar_size=100_000,
-    verbose_errors=True,  # `_bytes_of` reads them
+    verbose_errors=True,
 )
 
 
@@ -71,12 +67,12 @@ _LIMITS = LLParserLimits(
 class _Kept:
     matcher: LLMatcher
     num_bytes: int
-    pace: Pace  # of all requests with it, which share its lexer
+    pace: Pace  # shared with its lexer
     uses: int = 1
 
 
 class Grammar:
-    """A compiled constraint, shared by the outputs that follow it."""
+    """A compiled constraint, shared by outputs."""
 
     def __init__(
         self, matchers: Sequence[LLMatcher], way: Preamble, allowed: np.ndarray, vocabulary: Vocabulary, pace: Pace
@@ -100,17 +96,14 @@ class Grammars:
         self._of_vocabulary = (tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()
         self._made_vocabulary: Vocabulary | None = None
-        self._refused: str | None = None  # why this vocabulary cannot be constrained
+        self._refused: str | None = None  # reason
         self._executor: LLExecutor | None = None
         self._kept: OrderedDict[StructuredOutputsParams | str, _Kept] = OrderedDict()
         self._kept_chars = self._kept_bytes = 0
         self._num_fills = 0
 
     def compile(self, asked: StructuredOutputsParams) -> Grammar:
-        """Compile a constraint, or find its grammars in the cache. Thread-safe.
-
-        Raises UserError if it is invalid, unsupported, or too expensive.
-        """
+        """Compile a constraint, or find it in the cache; raise UserError if it is refused. Thread-safe."""
         vocabulary = self._vocabulary()
         own = asked.alone()
         matcher, pace = self._matcher(own, lambda: _source(own), own.kind)
@@ -129,7 +122,7 @@ class Grammars:
             tuple(opening.encode() for opening in asked.may_open_with) if marks else (),
         )
         for opening in way.openings:
-            vocabulary.spelling(opening)  # reads the whole vocabulary at the first call
+            vocabulary.spelling(opening)
         tokens = {int(token) for text in others for token in _TOKEN.findall(text)}
         allowed = vocabulary.with_tokens(tokens) if tokens else vocabulary.allowed
         return Grammar(matchers, way, allowed, vocabulary, pace)
@@ -152,7 +145,7 @@ class Grammars:
     def fill(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray, until: float = math.inf) -> list[int]:
         """Write masks into rows of int32[R, ceil(V/32)], a bit per allowed token; return the rows not written.
 
-        No mask but the first begins after `until`, in `time.perf_counter`. A failed constraint's row is zero.
+        No mask but the first begins after `until`, in `time.perf_counter`; a failed constraint's is zero.
         """
         work: list[tuple[Constraint, int]] = []
         for constraint, row in wanted:
@@ -169,13 +162,13 @@ class Grammars:
         at, began, used = 0, time.perf_counter(), time.thread_time()
         now = began
         while at < len(work) and (not at or now < until):
-            # A parallel call costs ten short masks; long masks predict more of them.
+            # A parallel call costs ten short masks.
             size = 1 if now - began < _LONG_SECONDS else NUM_THREADS
             some, before = work[at : at + size], now
             self._make(some, masks)
             at, now = at + len(some), time.perf_counter()
             seconds = now - before
-            if seconds > SLOW_SECONDS and len(some) == 1:  # exclude time lost to other processes
+            if seconds > SLOW_SECONDS and len(some) == 1:  # without other processes
                 used, before_used = time.thread_time(), used
                 seconds = min(seconds, used - before_used)
             for constraint, _ in some:
@@ -194,7 +187,7 @@ class Grammars:
     def _make(self, wanted: Sequence[tuple[Constraint, int]], masks: np.ndarray) -> None:
         if len(wanted) > 1:
             computed = [pair for pair in wanted if not pair[0].openings and len(pair[0].matchers) == 1]
-            with suppress(Exception):  # recurs below
+            with suppress(Exception):
                 pairs = [(constraint.matchers[0], row) for constraint, row in computed]
                 self._executor = self._executor or LLExecutor(NUM_THREADS)
                 fill_next_token_bitmask_par(self._executor, pairs, masks)
@@ -235,7 +228,7 @@ class Grammars:
                 mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def _forget(self, constraint: Constraint) -> None:
-        """Evict the grammars of a failed output: their shared lexer may be full."""
+        """Evict the grammars of a failed output: their lexer may be full."""
         with self._lock:
             for key in [key for key, kept in self._kept.items() if kept.matcher in constraint.origins]:
                 self._drop(key)
@@ -258,7 +251,7 @@ class Grammars:
     def _vocabulary(self) -> Vocabulary:
         if self._made_vocabulary is None:
             with self._lock:
-                if self._refused is not None:  # reading it again takes seconds
+                if self._refused is not None:  # takes seconds
                     raise UserError(self._refused, _PARAMETER)
                 if self._made_vocabulary is None:
                     try:
@@ -294,7 +287,7 @@ _TOKEN = re.compile(r"<\[(\d{1,9})\]>")  # a token id in a grammar
 def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
     """Compile a grammar and try its first steps, which may exceed limits too.
 
-    Runs on a thread with a known stack: 4,096 levels of 2 kB, doubled for safety.
+    Runs on a thread with a large stack: 4,096 levels of 2 kB, doubled.
     """
     made: list[LLMatcher] = []
 
@@ -318,7 +311,7 @@ def _compiled(vocabulary: Vocabulary, source: str, kind: str) -> LLMatcher:
 
 def _bytes_of(matcher: LLMatcher) -> int:
     copy = matcher.deep_copy()
-    copy.rollback(_MANY_TOKENS)  # an error whose message describes the lexer
+    copy.rollback(_MANY_TOKENS)  # the error's message describes the lexer
     work = max(map(int, _WORK.findall(copy.get_error())), default=_MOST_BYTES)
     return _LEAST_BYTES + min(_MOST_BYTES, _BYTES_A_UNIT * work)
 
@@ -356,7 +349,7 @@ def _source(asked: StructuredOutputsParams) -> str:
 
 def _with_options(schema: dict[str, Any], asked: StructuredOutputsParams) -> dict[str, Any]:
     options: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "lenient": False, "coerce_one_of": False}
-    # Without "u", which could spell a described property name as an undescribed one.
+    # "u" could spell a described property name as an undescribed one.
     options["json_allowed_escapes"] = 'nrbtf\\"'
     if asked.disable_any_whitespace:
         options["whitespace_flexible"] = False

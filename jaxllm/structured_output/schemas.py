@@ -1,7 +1,4 @@
-"""Check JSON schemas and close their objects before compilation.
-
-Bounds are on time and stack beyond LLParserLimits, measured on one core.
-"""
+"""Check JSON schemas and close their objects, in bounded time and stack."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from jaxllm.errors import UserError
 from jaxllm.structured_output.exactness import BY_NAME, DATA
 
 MAX_PROPERTIES = 2000  # quadratic time; 0.9 s
-MAX_INTERSECTED = 16  # patterns; intersecting this many takes 0.14 s, twice that for each more
+MAX_INTERSECTED = 16  # patterns; 0.14 s, twice that for each more
 MAX_LEAST = 2**13  # items or characters; as MAX_TEXT
 MAX_PATTERN_PROPERTIES = 64  # compared pairwise: 0.1 s for 100, 19 s for 400
-MAX_DIVISOR = 10_000  # least common multiple of all `multipleOf`: states of an automaton, 0.04 s
-MAX_TEXT = 2**13  # characters; each step tokenizes forced text again
-MAX_LEVELS = 2**12  # if all references nest; 2 kB of stack each
+MAX_DIVISOR = 10_000  # least common multiple of all `multipleOf`: states, 0.04 s
+MAX_TEXT = 2**13  # each step tokenizes forced text again
+MAX_LEVELS = 2**12  # 2 kB of stack each if all references nest
 
-_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # need \\u escapes in JSON, which grammars.py disables
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")  # need \\u escapes, disabled in grammars.py
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _OBJECT = ("properties", "patternProperties")
 _CLOSING = ("additionalProperties", "unevaluatedProperties")
@@ -33,8 +30,8 @@ _CLOSING = ("additionalProperties", "unevaluatedProperties")
 def prepare(schema: Any, close_objects: bool) -> Any:
     """Return a schema ready to compile; `close_objects` forbids unnamed properties.
 
-    Unknown keywords' values are processed too: references may point to them (OpenAPI's "components"). Raises UserError
-    for references to other documents and llguidance's options.
+    Includes values of unknown keywords, which references may use. Raises UserError for references to other documents
+    and llguidance's options.
     """
     if isinstance(schema, list):
         return [prepare(each, close_objects) for each in schema]
@@ -62,7 +59,7 @@ def prepare(schema: Any, close_objects: bool) -> Any:
             )
             raise UserError(message, "structured_outputs")
     prepared = {name: _value(name, value, close_objects) for name, value in schema.items()}
-    # As in vLLM: an object without named properties stays open.
+    # As vLLM: an object without named properties stays open.
     if close_objects and any(name in schema for name in _OBJECT) and not any(name in schema for name in _CLOSING):
         prepared["additionalProperties"] = False
     return prepared

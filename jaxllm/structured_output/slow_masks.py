@@ -1,6 +1,6 @@
-"""Threads that compute slow masks during steps; llguidance releases the GIL.
+"""Threads that compute slow masks during steps.
 
-Outputs of a grammar share its lexer, which llguidance locks for the time of a mask, so one thread at a time uses it.
+One thread at a time uses a grammar's lexer, which llguidance locks during a mask.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from jaxllm.threads import start_thread
 
 NUM_THREADS = max(1, (os.cpu_count() or 1) - 1)
-# Usual grammars take 10 to 200 us, at their limits 10 ms, ambiguous ones 100 ms or more.
+# Usual grammars take 10 to 200 us, ambiguous ones 100 ms or more.
 SLOW_SECONDS = 0.005
-MOST_LEAD = 1.0  # thread seconds of earlier use that count against a grammar
-PATIENCE = 16  # consecutive fast masks after which the engine's loop computes them again
+MOST_LEAD = 1.0  # thread seconds of earlier use that count
+PATIENCE = 16  # fast masks until the engine's loop computes them again
 
 
 class Pace:
@@ -29,8 +29,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._left = 0
-        self.used = 0.0  # thread seconds
-        self.is_running = False  # a thread computes one of its masks
+        self.used = 0.0
+        self.is_running = False
 
     @property
     def is_slow(self) -> bool:
@@ -48,21 +48,21 @@ class Job:
 
     def __init__(self, work: Callable[[], None], words: np.ndarray) -> None:
         self.work = work
-        self.words = words  # int32[W], valid once is_done
+        self.words = words  # int32[W], valid when done
         self.is_done = False
 
 
 class SlowMasks:
-    """A thread pool for masks, fair between grammars: least thread time first."""
+    """A thread pool for masks that serves the grammar with the least thread time first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[Pace, deque[Job]] = {}  # by grammar
+        self._waiting: dict[Pace, deque[Job]] = {}
         self._num_undone = 0
         self._threads: list[threading.Thread] = []
 
     def begin(self, pace: Pace, work: Callable[[], None], words: np.ndarray) -> Job:
-        """Queue `work`, which must not raise and writes `words`."""
+        """Queue `work`, which writes `words` and must not raise."""
         job = Job(work, words)
         with self._changed:
             if self._waiting and pace not in self._waiting:
@@ -74,7 +74,7 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
-        """Start a thread if needed; if the system refuses, the next call retries."""
+        """Start a thread if needed and possible."""
         with self._changed:
             if self._ready() and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):

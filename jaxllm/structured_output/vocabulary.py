@@ -15,7 +15,7 @@ from jaxllm import combinations
 from jaxllm.errors import UserError
 from jaxllm.text.tokenizer import NoTokenizer, Tokenizer
 
-_ANCHOR = "\n"  # keeps the tokenizer from adding a space
+_ANCHOR = "\n"  # prevents an added space
 _PRINTABLE = [bytes([code]) for code in range(0x20, 0x7F)]
 
 
@@ -30,13 +30,13 @@ class Vocabulary:
             raise combinations.refusal("structured_outputs", combinations.NO_END)
         self._tokenizer = tokenizer
         self.eos_ids = frozenset(eos)
-        # Tokens without bytes are never allowed. Special ones get none, so that no expression matches them; llguidance
-        # allows end tokens by id.
+        # Tokens without bytes are never allowed: special ones, so that no expression matches them. llguidance allows
+        # ends by id.
         silent = tokenizer.special_ids.union(eos)
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
         written = set(texts)
         missing = next((each for each in _PRINTABLE if each not in written), None)
-        if missing is not None:  # would be a dead end in most grammars
+        if missing is not None:  # a dead end
             raise UserError(
                 "structured_outputs needs a tokenizer that can write any text, and this one has no "
                 f"{missing.decode()!r} that stands alone; choose another model.",
@@ -58,7 +58,7 @@ class Vocabulary:
         return self.allowed | _mask(flags)
 
     def spelling(self, text: bytes) -> list[int]:
-        """Return all tokens, special ones included, that are prefixes of `text`."""
+        """Return all tokens, with special ones, that are prefixes of `text`."""
         return [token for end in range(1, len(text) + 1) for token in self._by_bytes.get(text[:end], ())]
 
     @cached_property
@@ -72,8 +72,7 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Tokenize a text inside an output.
 
-        Greedy longest match where the tokenizer would change the text (normalizers, special tokens), or is confined,
-        which would delay a step.
+        Greedy longest match if the tokenizer would change the text, or is confined and so slow.
         """
         wanted = text.encode()
         for before in ("", _ANCHOR) if self._tokenizer.confined is None else ():

@@ -1,1 +1,1 @@
-"""Features of requests besides plain sampling; feature.py has their protocol."""
+"""Features of requests besides plain sampling; see feature.py."""

@@ -1,4 +1,4 @@
-"""The feature of speculative decoding; see scheduler/drafting.py and runner/drafting.py."""
+"""The feature of speculative decoding; see scheduler/drafting.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jaxllm.scheduler.state import Plan
 
 
 class Drafts(Feature):
-    """Sends tokens that drafting reads, and counts accepted drafts. Stateless."""
+    """Sends the tokens that drafting reads, and counts accepted drafts."""
 
     name = "drafts"
 
     def inputs(self, step: StepInput) -> None:
-        """Send the token after each chunk that ends before its sequence does, if the draft model reads it."""
+        """Send the token after each chunk that ends before its sequence, if the draft model reads it."""
         if not self.core.runner.reads_ahead:
             return
         plan, batch, first = step.plan, self.core.batch, step.plan.num_decodes

@@ -1,7 +1,4 @@
-"""`Feature`: hooks that the engine calls for sampling options beyond the plain ones.
-
-table.py selects the features of a configuration.
-"""
+"""`Feature`: hooks of the engine for options beyond plain sampling."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class Core:
     """The parts of an engine that features use."""
 
     config: EngineConfig
-    language: Language  # of requests without an adapter
+    language: Language
     runner: Runner
     scheduler: RecordedScheduler
     outputs: OutputProcessor
@@ -43,45 +40,43 @@ class Core:
 
 
 class Masks(NamedTuple):
-    """The tokens that rows of a held step may sample. Letters: R rows of the plan, W words of 32 tokens."""
+    """The tokens that rows of a held step may sample. Letters: R rows, W words of 32 tokens."""
 
     words: np.ndarray  # int32[R, W]: a bit for each token
-    is_masked: np.ndarray  # bool[R]: rows with a mask
-    stuck: list[tuple[Output, str]]  # cannot continue, with a reason; zeros in `words`
+    is_masked: np.ndarray
+    stuck: list[tuple[Output, str]]  # with a reason; zeros in `words`
 
 
 @dataclass(slots=True)
 class Yielded:
     """The tokens of a step, for `RecordedScheduler.commit`."""
 
-    tokens: np.ndarray  # int32[R], or int32[R, W] with `counts`
+    tokens: np.ndarray  # int32[R]; int32[R, W] with `counts`
     counts: np.ndarray | None = None  # int32[R]; None: one each
 
 
 class Feature:
     """One feature of an engine, which calls the overridden hooks.
 
-    `thread_of`, `claim` and `accept` are thread-safe; the others run on the engine's thread.
+    `thread_of`, `claim`, `accept` and `needs` may run in any thread; the others run on the engine's.
     """
 
-    name: ClassVar[str]  # key in `Accepted.states` and `SequenceGroup.states`
-    options: ClassVar[tuple[str, ...]] = ()  # further request arguments
-    takes: ClassVar[tuple[type, ...]] = ()  # parameter types besides SamplingParams
+    name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()  # of requests
+    takes: ClassVar[tuple[type, ...]] = ()
     sends: ClassVar[tuple[type, ...]] = ()  # plain data types of requests and `ModelInfo`, for `fleet.wire`
 
     def __init__(self, core: Core) -> None:
         self.core = core
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return where requests with these options are validated: None for the calling thread, otherwise `language` as
-        in `EngineClient.off_loop`.
-        """
+        """Return `language` for `EngineClient.off_loop`; None: validate such requests on the calling thread."""
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the language, parameters or token ids of a request before its prompt is tokenized."""
+        """Set the language, parameters or token ids of a request before it is tokenized."""
 
     def accept(self, accepted: Accepted) -> None:
-        """Validate and prepare a tokenized request, for example compile its grammar; may raise UserError."""
+        """Validate and prepare a tokenized request; may raise UserError."""
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         """Create a request's state."""
@@ -90,10 +85,10 @@ class Feature:
         """Change the fields of a sequence's `scheduler.state.Request` before it is created."""
 
     def needs(self, accepted: Accepted) -> Future[Any] | None:
-        """Return what a request waits for before it is queued, the same in each call. Called in any thread."""
+        """Return what a request waits for before it is queued, the same in each call."""
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Handle a request that was queued; its `needs` have ended or were cancelled. Errors do not affect it."""
+        """Handle a queued request, whose `needs` have ended or were cancelled; errors do not affect it."""
 
     def place(self, slot: int, sequence: Output) -> None:
         """Handle a sequence's slot."""

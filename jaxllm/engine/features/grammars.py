@@ -1,7 +1,7 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-Masks are made after all earlier steps are committed. A row whose mask misses the step's time limit is late: it yields
-no token and is recomputed. Letters: R rows of a plan, W words of a mask, V vocabulary.
+A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows, W words of a
+mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ from jaxllm.structured_output.slow_masks import SlowMasks
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
-LEAST_FORCED = 2  # fewest that are worth discarding the row in flight
-# Forced tokens per row that are worth a step of chunks: with 32 rows on two cores it takes 65 ms, and a step of one
-# token per row 36 ms. Fewer are sampled with masks that allow nothing else.
+LEAST_FORCED = 2  # fewer are not worth discarding the row in flight
+# Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, not 36 ms. Fewer are sampled.
 FORCED_PER_ROW = 0.5
-# Time limit for the tokens that grammars consume in a step, which takes 1 to 20 us each, and 5 ms before masks count as
-# slow. The other threads consume the rest.
+# Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads take the
+# rest.
 CONSUME_SECONDS = 0.02
-# Time limit for a step's masks. An expensive grammar may exceed it once (0.1 to 0.2 s); later, other threads make its
-# masks. With 126 such outputs on two cores at a load of 12, a stream has 0.05 to 0.12 s between tokens at the median
-# and at most 0.5 s.
+# Time limit for a step's masks; other threads make those of expensive grammars. With 126 such outputs on two cores, a
+# stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
 MASK_SECONDS = 0.05
 
 
@@ -54,9 +52,9 @@ class GrammarRows(Feature):
         super().__init__(core)
         self._batch = core.batch
         self._num_words = -(-core.language.model.vocab_size // 32)
-        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)
         self._slow = SlowMasks()
-        self._late: tuple[int, list[int]] = (0, [])  # (plan number, late rows)
+        self._late: tuple[int, list[int]] = (0, [])
 
     def accept(self, accepted: Accepted) -> None:
         asked = accepted.params.structured_outputs
@@ -82,14 +80,10 @@ class GrammarRows(Feature):
         self._is_constrained[slot] = self.name in sequence.group.states
 
     def inputs(self, step: StepInput) -> None:
-        """Hold a step that samples a constrained row."""
         step.is_held |= bool((self._is_constrained[step.plan.slots] & step.plan.samples).any())
 
     def read(self, plan: Plan, result: StepOutput, yielded: Yielded) -> None:
-        """Let grammars consume the sampled tokens.
-
-        Rows also yield the tokens that their grammars force next, if all rows together have enough of them.
-        """
+        """Let grammars consume the sampled tokens; rows may also yield the tokens that these force next."""
         constrained = self._is_constrained[plan.slots]
         if not constrained.any():
             return
@@ -101,7 +95,7 @@ class GrammarRows(Feature):
         others = {row: sequence for row, sequence in owners.items() if row not in given}
         found, dropped = self._advance_all(others, result.tokens)
         worth = sum(map(len, found.values())) >= FORCED_PER_ROW * len(plan.slots)
-        # Rows with bans always take forced tokens from here: sampling could ban them.
+        # Bans could forbid sampling forced tokens.
         several = {
             row: forced for row, forced in found.items() if forced and (worth or owners[row].variant is Variant.FULL)
         }
@@ -124,14 +118,14 @@ class GrammarRows(Feature):
         return ()
 
     def masks(self, plan: Plan) -> Masks:
-        """Return the masks of a plan. A row without one is unconstrained, or late and yields nothing."""
+        """Return the masks of a plan. A row without one is unconstrained or late."""
         num_rows = len(plan.slots)
         words, is_masked = np.zeros((num_rows, self._num_words), np.int32), np.zeros(num_rows, np.bool_)
         is_live = scheduler.is_live(self.core.scheduler.state, plan)
         live = self._is_constrained[plan.slots] & is_live
         owners = {row: self._batch.owner(int(plan.slots[row])) for row in live.nonzero()[0].tolist()}
         late = self._fill(owners, words)
-        if late and len(late) == np.count_nonzero(is_live):  # the step would yield nothing
+        if late and len(late) == np.count_nonzero(is_live):
             self._slow.wait(MASK_SECONDS)
             late = self._fill(owners, words)
         self._late = plan.number, late
@@ -149,7 +143,6 @@ class GrammarRows(Feature):
         return Masks(words, is_masked, stuck)
 
     def close(self) -> None:
-        """Stop the mask threads."""
         self._slow.close()
 
     def _fill(self, owners: Mapping[int, Sequence], words: np.ndarray) -> list[int]:
@@ -178,7 +171,7 @@ class GrammarRows(Feature):
         return sequence.group.states[self.name][sequence.index]
 
     def _sampled_again(self, owners: Mapping[int, Sequence], tokens: np.ndarray) -> dict[int, list[int]]:
-        """Return rows with a token that a thread has consumed, and the tokens that each one's grammar forces next."""
+        """Return the forced tokens that follow, by row with a token that a thread consumed."""
         found = {}
         for row, sequence in owners.items():
             constraint = self._constraint(sequence)
@@ -193,8 +186,8 @@ class GrammarRows(Feature):
     ) -> tuple[dict[int, list[int]], list[int]]:
         """Let grammars consume the tokens of rows; return the forced tokens that follow, and rows to be sampled again.
 
-        Threads do this for slow masks and after the time limit. Forced tokens are then sampled one by one, except with
-        bans: the row yields no token now, and the same one with the forced tokens in a later step.
+        Threads do this for slow masks and after the time limit. With bans the row then yields no token now, and later
+        the same one with the forced tokens.
         """
         until, found, dropped = self.core.clock() + CONSUME_SECONDS, dict[int, list[int]](), list[int]()
         for row, sequence in sorted(owners.items(), key=lambda each: self._constraint(each[1]).turn):
@@ -225,7 +218,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, sequence: Sequence, forced: list[int]) -> bool:
-        """Advance a grammar by the tokens that it forced; return False if it failed."""
+        """Advance a grammar by forced tokens; return False if it failed."""
         constraint = self._constraint(sequence)
         with _failing(sequence, constraint):
             for token in forced:
@@ -235,11 +228,11 @@ class GrammarRows(Feature):
 
 
 def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int]:
-    """Advance a constraint by a token in this thread; return the tokens that must follow, if enough are certain."""
+    """Advance a constraint by a token; return the tokens that must follow, if enough are certain."""
     with _failing(sequence, constraint):
         was_expected = bool(constraint.expected)
         constraint.consume(token)
-        # Forced tokens have no log-probabilities. The token after them is sampled freely.
+        # Forced tokens have no log-probabilities.
         if token not in sequence.stop_ids and sequence.logprobs is None and not was_expected:
             forced = constraint.forced()
             end = next((at for at, each in enumerate(forced) if each in sequence.stop_ids), len(forced))
@@ -250,7 +243,7 @@ def _advance(sequence: Sequence, constraint: Constraint, token: int) -> list[int
 
 @contextmanager
 def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
-    """End the grammar on an exception in the block, not the step: a retry would feed other grammars twice."""
+    """End the grammar, not the step, on an exception: a retry would feed others twice."""
     try:
         yield
     except Exception:
@@ -259,7 +252,7 @@ def _failing(sequence: Sequence, constraint: Constraint) -> Iterator[None]:
 
 
 def _hold_back(words: np.ndarray, sequence: Sequence) -> None:
-    """Ban stop tokens per `min_tokens` and `ignore_eos`, unless the grammar allows nothing else: int32[W]."""
+    """Ban stop tokens per `min_tokens` and `ignore_eos` in `words`, int32[W], unless nothing else is allowed."""
     held: Collection[int] = sequence.stop_ids if sequence.num_tokens < sequence.params.min_tokens else ()
     if sequence.params.ignore_eos:
         held = {*held, *sequence.eos_ids}

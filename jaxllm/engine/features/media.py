@@ -1,8 +1,6 @@
-"""Images in prompts: preprocessed where a request is checked, encoded before the steps that read them.
+"""Images in prompts: preprocessed when a request is checked, encoded before the steps that read them.
 
-A request's state is its `RequestImages`. scheduler/media.py decides when an image is encoded and where its embeddings
-are on the device. In models whose rotary positions have three dimensions, those of a slot's tokens after its images
-differ from their places by `_shifts`.
+With rotary positions of three dimensions, those of tokens after images differ from places by `_shifts`.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ KEY = "multi_modal_data"
 
 
 class RequestImages(NamedTuple):
-    """A request's images."""
+    """A request's images, its state."""
 
     segments: tuple[Segment, ...]
-    prepared: tuple[Prepared, ...]  # kept for a preempted request, which may need them again
-    grids: tuple[Grid, ...]  # of images with positions in two dimensions
+    prepared: tuple[Prepared, ...]  # kept in case of preemption
+    grids: tuple[Grid, ...]  # with positions in two dimensions
 
 
 class NoImages(Feature):
@@ -52,7 +50,7 @@ class NoImages(Feature):
 
 
 class Images(Feature):
-    """Gives the decoder images' embeddings in place of their placeholders."""
+    """Gives the decoder images' embeddings in place of placeholders."""
 
     name = "media"
     sends = (ImageProcessor, PatchProcessor)
@@ -63,12 +61,12 @@ class Images(Feature):
         assert encoder is not None
         self._encoder = encoder
         self._most = core.config.most_images
-        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)
         self._has_grids = np.zeros_like(self._has_images)
-        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
+        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)
 
     def claim(self, accepted: Accepted) -> None:
-        """Preprocess the images of a request and repeat their placeholders; this may take tens of milliseconds."""
+        """Preprocess the images of a request and repeat their placeholders."""
         given = accepted.given
         if not isinstance(given, Mapping) or KEY not in given:
             return
@@ -101,7 +99,7 @@ class Images(Feature):
         )
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse placeholders of videos, and those of images without images."""
+        """Refuse placeholders of videos, and image placeholders without images."""
         video = self._encoder.processor.video
         if video is not None and video in accepted.prompt_token_ids:
             raise UserError(
@@ -132,7 +130,7 @@ class Images(Feature):
         self._has_grids[slot], self._shifts[slot] = bool(grids), shift_of(grids)
 
     def inputs(self, step: StepInput) -> None:
-        """Send the images that the plan encodes, the row of each placeholder that its chunks read, and positions."""
+        """Send images to encode, the rows of placeholders, and positions."""
         plan = step.plan
         encodes: list[tuple[Prepared, np.ndarray]] = []
         for each in plan.encodes:
@@ -177,7 +175,6 @@ class Images(Feature):
     def _place(
         self, places: np.ndarray, start: int, images: RequestImages, units: Mapping[bytes, tuple[int, ...]]
     ) -> None:
-        """Write the rows of the placeholders of a chunk from position `start`."""
         for segment in images.segments:
             low, high = max(segment.start, start), min(segment.end, start + len(places))
             if low < high:
@@ -185,7 +182,6 @@ class Images(Feature):
                 places[low - start : high - start] = rows[low - segment.start : high - segment.start]
 
     def _rows(self, units: tuple[int, ...]) -> np.ndarray:
-        """Return the rows of an image's units, int32[·]."""
         unit = self._encoder.unit
         return (np.asarray(units, np.int32)[:, None] * unit + np.arange(unit, dtype=np.int32)).ravel()
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, and of more tokens than a step reports; see runner/scoring.py."""
+"""Log-probabilities of prompt tokens, and of more tokens than a step reports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jaxllm.scheduler.state import Events, Plan
 
 @dataclass(slots=True)
 class PromptScores:
-    """The log-probabilities of a prompt, computed by the request's first sequence."""
+    """The log-probabilities of a prompt, of its first sequence."""
 
-    count: int  # likeliest tokens to report per position; -1: all
+    count: int  # likeliest tokens per position; -1: all
     by_position: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     were_shown: bool = False
 
@@ -39,16 +39,16 @@ class PromptScores:
 
 
 class Scoring(Feature):
-    """Lists the positions to score in a step, and collects scores. A request's state is `PromptScores`."""
+    """Lists the positions to score in a step, and collects scores."""
 
     name = "scoring"
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._num_logprobs = core.runner.num_logprobs  # per step
+        self._num_logprobs = core.runner.num_logprobs
         num_slots = core.runner.limits.num_slots
-        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot
-        self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
+        self._is_scored = np.zeros(num_slots, np.bool_)
+        self._scores_prompt = np.zeros(num_slots, np.bool_)
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         count = accepted.params.prompt_logprobs
@@ -56,7 +56,7 @@ class Scoring(Feature):
             group.states[self.name] = PromptScores(count)
 
     def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
-        """Disable cached prefixes of scored prompts, and drafts of rows with more than a step reports."""
+        """Disable cached prefixes of scored prompts, and drafts of rows that report more than a step does."""
         if self.name in sequence.group.states and not sequence.index:
             fields["reads_cache"] = False
         if not 0 <= (sequence.params.logprobs or 0) <= MOST_LOGPROBS:
@@ -84,7 +84,7 @@ class Scoring(Feature):
                 continue
             try:
                 self._scores(sequence.group).add(sequence.group, score)
-            except Exception:  # other requests are unaffected
+            except Exception:
                 outputs.fail(sequence.group)
                 ended.append(sequence.group)
         slots = plan.slots[events.rows]
@@ -104,7 +104,7 @@ class Scoring(Feature):
         return scores is not None and scores.are_missing(group)
 
     def show(self, group: SequenceGroup, output: RequestOutput) -> None:
-        """Add prompt log-probabilities to an output once they are complete; to deltas once only."""
+        """Add prompt log-probabilities to an output once complete; to one delta only."""
         scores: PromptScores | None = group.states.get(self.name)
         if scores is None or scores.are_missing(group):
             return

@@ -1,7 +1,4 @@
-"""Encoder prompts: encoded into blocks before the step that first reads them.
-
-A request's state is its `RequestSource`. scheduler/sources.py decides when a source is encoded, and its blocks.
-"""
+"""Encoder prompts, encoded into blocks before the step that first reads them."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ from jaxllm.scheduler.state import Source
 
 
 class RequestSource(NamedTuple):
-    """A request's encoder prompt."""
+    """A request's encoder prompt, its state."""
 
     prompt: str | None
-    content: np.ndarray  # see `BothPrompts`; kept for a preempted request, which may need it again
+    content: np.ndarray  # kept in case of preemption
     source: Source
 
 
@@ -45,7 +42,7 @@ class Sources(Feature):
         self._prompts = prompts
 
     def claim(self, accepted: Accepted) -> None:
-        """Read both prompts, and leave the decoder's."""
+        """Read both prompts; keep the decoder's."""
         if accepted.params.truncate_prompt_tokens is not None:
             raise combinations.refusal("truncate_prompt_tokens", combinations.SEQ2SEQ)
         given = accepted.given
@@ -56,7 +53,7 @@ class Sources(Feature):
         accepted.states[self.name] = RequestSource(both.encoder, both.content, Source(digest, both.num_tokens))
 
     def accept(self, accepted: Accepted) -> None:
-        """Refuse a request that could not run alone with its source's blocks."""
+        """Refuse a request that cannot run alone with its source's blocks."""
         own: RequestSource = accepted.states[self.name]
         digest = content_root(salt=accepted.salt, content=own.source.digest)
         own = accepted.states[self.name] = own._replace(source=own.source._replace(digest=digest))
@@ -67,7 +64,7 @@ class Sources(Feature):
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         own: RequestSource = accepted.states[self.name]
-        if not self.core.config.enable_prefix_caching:  # only the outputs of a request share its source
+        if not self.core.config.enable_prefix_caching:  # only outputs of one request share its source
             unique = content_root(salt=f"{group.sequences[0].sequence_id}".encode(), content=own.source.digest)
             own = own._replace(source=own.source._replace(digest=unique))
         group.states[self.name] = own

@@ -1,4 +1,4 @@
-"""The features of engines: factories, calls, and data types that a fleet sends."""
+"""The features of engines: factories, calls, and data types of fleets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _transfer(core: Core) -> Feature:
 
 def _media(core: Core) -> Feature | None:
     sources = core.language.model.sources
-    if sources is not None and sources.sound is not None:  # the encoder's
+    if sources is not None and sources.sound is not None:
         return None
     return (NoImages if core.runner.encoder is None else Images)(core)
 

@@ -12,18 +12,17 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Adapter methods of an engine; reads on the calling thread."""
+    """Adapter methods of an engine, which read on the calling thread."""
 
     features: Features
     model: ModelInfo
 
     @property
     def adapters(self) -> Adapters:
-        """The engine's adapters; thread-safe."""
         return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model with the adapter's tokenizer, if it has one."""
+        """Return the model, with the adapter's tokenizer if any."""
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -36,5 +35,5 @@ class AdapterCalls:
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of adapters that were read and not removed."""
+        """Return the `lora_int_id` of known adapters."""
         return self.adapters.ids()

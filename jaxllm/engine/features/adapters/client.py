@@ -1,4 +1,4 @@
-"""Adapter calls for servers: a protocol, implemented by one engine and by a fleet."""
+"""Adapter calls of servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AdapterClient(Protocol):
     """The adapter calls of `EngineClient`."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
-        """Return an adapter that is in memory; None if it must be read."""
+        """Return an adapter in memory; None if it must be read."""
         ...
 
     def known_adapter(self, lora_request: LoRARequest) -> Known | None:
@@ -44,7 +44,7 @@ class SteppedAdapterClient(Protocol):
 
 
 class AsyncAdapterCalls(ABC):
-    """Implements `AdapterClient` on one engine, with slow work outside the event loop."""
+    """`AdapterClient` on one engine, with slow work off the event loop."""
 
     @property
     @abstractmethod

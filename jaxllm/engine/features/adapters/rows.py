@@ -1,4 +1,4 @@
-"""The adapters feature: gives each request its adapter, and each step those of its rows."""
+"""The adapters feature: the adapters of requests and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxllm.scheduler.state import State
 
 
 class AdapterTexts(Feature):
-    """The feature without `enable_lora`: the store refuses every adapter."""
+    """The feature without `enable_lora`: refuses every adapter."""
 
     name = "adapters"
     options = ("lora_request",)
@@ -28,7 +28,7 @@ class AdapterTexts(Feature):
         self.store = _store_of(core) if make_store is None else make_store(core)
 
     def thread_of(self, options: Mapping[str, Any]) -> bytes | None:
-        """Return b"" if the adapter must be read."""
+        """Return b"" if the adapter must be read, else `confined` of its tokenizer."""
         request = options.get("lora_request")
         if request is None:
             return None
@@ -47,12 +47,12 @@ class AdapterTexts(Feature):
 
 
 class AdapterRows(AdapterTexts):
-    """Passes the adapters of each step to the devices. A request's state is its `Adapter`."""
+    """Passes the adapters of each step to the devices."""
 
     def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
         super().__init__(core, make_store)
-        self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)  # by slot; 0 without an adapter
-        self._placed: dict[int, Adapter] = {}  # by number, placed since the last step with adapters
+        self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)
+        self._placed: dict[int, Adapter] = {}  # by number, since the last step with adapters
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         if self.name in accepted.states:

@@ -1,7 +1,4 @@
-"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe.
-
-Scheduler, devices and prefix cache identify an adapter's content by digest and number, never reused.
-"""
+"""An engine's adapters, cached in host memory with tokenizers and templates. Thread-safe."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 class Adapter:
     """An adapter in the host's memory."""
 
-    number: int  # above 0, per content, never reused
+    number: int  # per content, above 0, never reused
     request: LoRARequest
-    digest: bytes  # of its content
+    digest: bytes
     weights: lora.Adapter[np.ndarray]
-    language: Language  # the model's, or with the folder's tokenizer or chat template
+    language: Language  # the model's, or the folder's
 
 
 class Known(NamedTuple):
@@ -53,7 +50,7 @@ class Known(NamedTuple):
     has_chat_template: bool
 
 
-NAMES_KEPT = 4096  # of forgotten adapters, at most: cached blocks are reported by adapter name
+NAMES_KEPT = 4096  # of forgotten adapters, in reports of cached blocks
 
 
 class Adapters:
@@ -65,7 +62,6 @@ class Adapters:
         language: Language,
         read: Callable[[Path], LoraFiles],
     ) -> None:
-        """`language` is for adapters without one; `read` reads a folder's weights."""
         self._config = config
         self.language = language
         self._read = read
@@ -73,13 +69,13 @@ class Adapters:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
-        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # including those of requests
-        self._known: dict[LoRARequest, Known] = {}  # as last read
-        self._names: dict[int, str] = {}  # by number
+        self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
+        self._known: dict[LoRARequest, Known] = {}
+        self._names: dict[int, str] = {}
         self._num_read = 0
-        self._readers: dict[int, set[object]] = {}  # by the caller's number; a removal drops them
-        self._confinement = Confinement()  # runs folders' tokenizers and chat templates
-        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest of their files
+        self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; removal drops them
+        self._confinement = Confinement()  # for folders' tokenizers and templates
+        self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest
 
     def find(self, request: LoRARequest) -> Adapter | None:
         with self._lock:
@@ -135,7 +131,7 @@ class Adapters:
         self._confinement.close()
 
     def _end(self, request: LoRARequest, reader: object) -> bool:
-        """End a reader; return False if its adapter was removed during the read. Requires the lock."""
+        """End a reader, with the lock held; return False if its adapter was removed."""
         readers = self._readers.get(request.lora_int_id, set())
         is_wanted = reader in readers
         readers.discard(reader)
@@ -144,7 +140,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter from its folder and keep it; if it is removed meanwhile, only this request has it."""
+        """Read an adapter and keep it, unless removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)
@@ -180,7 +176,7 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _language_of(self, folder: Path) -> Language:
-        """Return the language of an adapter's folder, shared by folders with equal files."""
+        """Return a folder's language, shared by equal files."""
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:
@@ -242,7 +238,7 @@ def naming(request: LoRARequest) -> Iterator[None]:
 
 
 def _eos_ids(tokenizer: Tokenizer, model: ModelInfo) -> frozenset[int]:
-    """Return an adapter's end tokens: its tokenizer's, and the model's that are the same in it."""
+    """Return an adapter's end tokens: its tokenizer's, and the model's if the same in it."""
     same = {token for token in model.eos_ids if tokenizer.token(token) == model.tokenizer.token(token)}
     end_token = tokenizer.eos_token_id
     return frozenset(same if end_token is None else {end_token, *same})

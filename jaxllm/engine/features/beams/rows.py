@@ -1,7 +1,6 @@
 """The beam search feature: runs the beams of each search as a group of sequences.
 
-Once a step has reported the likeliest next tokens of all beams of a search, `rules.choose` selects the next beams and
-the scheduler forks. An exception in one search ends only its request.
+After a step of all beams, `rules.choose` selects the next ones and the scheduler forks.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jaxllm.scheduler.state import Events, Fork, Plan
 class BeamOutput(Sequence):
     """An output of a beam search; until the end, the tokens of one beam."""
 
-    score: float | None = None  # ranks outputs
+    score: float | None = None
 
     def end_as(self, ended: Ended, shows_stop: bool) -> None:
         """Become the output of an ended beam; with `shows_stop` the text includes the stop token."""
@@ -45,7 +44,6 @@ class BeamOutput(Sequence):
             self.text.append(tokenizer.token_text(ended.tokens[-1]))
 
     def show(self, is_delta: bool) -> CompletionOutput:
-        """Return the output, or with `is_delta` the part added since the last call."""
         output = Sequence.show(self, is_delta)
         output.score = self.score
         if self.score is not None:
@@ -62,13 +60,10 @@ class BeamSearches(Feature):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
+        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)
 
     def claim(self, accepted: Accepted) -> None:
-        """Refuse a search that is too wide; set the sampling parameters of its beams.
-
-        The sampled tokens are unused.
-        """
+        """Set the parameters of a search's beams; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return
@@ -115,7 +110,7 @@ class BeamSearches(Feature):
             shows_stop = beams.include_stop_str_in_output
             group.states[self.name] = BeamSearch(accepted.states[self.name], shows_stop)
             for sequence in group.sequences:
-                sequence.logprobs = None  # used only by the search
+                sequence.logprobs = None
 
     def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
         if self.name in sequence.group.states:
@@ -149,7 +144,7 @@ class BeamSearches(Feature):
             group = self.core.outputs.sequences[leader].group
             try:
                 self._go_on(group)
-            except Exception:  # other requests are unaffected
+            except Exception:
                 self.core.outputs.fail(group)
             if group.is_finished:
                 ended.append(group)

@@ -1,4 +1,4 @@
-"""Beam search as pure data, with the rules of transformers' `_beam_search`."""
+"""Beam search as pure data, with the rules of transformers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Likeliest = tuple[Sequence[int], Sequence[float]]  # token ids and log-probabilities, likeliest first
+Likeliest = tuple[Sequence[int], Sequence[float]]  # ids and log-probabilities, likeliest first
 
 
 class Rules(NamedTuple):
     """The parameters of one search."""
 
     width: int
-    most_tokens: int  # per output
+    most_tokens: int
     stop_ids: Collection[int]
     length_penalty: float
     early_stopping: bool | Literal["never"]
@@ -22,8 +22,8 @@ class Rules(NamedTuple):
 class Beam(NamedTuple):
     """A running beam."""
 
-    member: int  # index of its sequence
-    logprob: float  # sum over its tokens
+    member: int
+    logprob: float
 
 
 class Ended(NamedTuple):
@@ -44,7 +44,7 @@ class Search(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A beam of the next step: sequence `member` continues sequence `parent` with a token."""
+    """A next beam: sequence `member` continues sequence `parent` with a token."""
 
     member: int
     parent: int
@@ -53,10 +53,10 @@ class Child(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """A running search: parameters, state, and the next tokens received."""
+    """A running search: parameters, state, and next tokens received."""
 
     rules: Rules
-    shows_stop: bool  # include the stop token in the text
+    shows_stop: bool  # in the text
     state: Search = field(default_factory=Search)
     likeliest: dict[int, Likeliest] = field(default_factory=dict)  # next tokens by member
 
@@ -64,8 +64,7 @@ class BeamSearch:
 def num_needed(width: int, num_stop_ids: int) -> int:
     """Return how many of a beam's likeliest tokens to consider.
 
-    transformers considers (1 + num_stop_ids) * width over all beams; of one beam, `width + num_stop_ids` suffice for
-    the `width` best that continue and the `width` best overall.
+    These suffice for the `width` best beams that continue and the `width` best overall.
     """
     return width + num_stop_ids
 
@@ -75,8 +74,7 @@ def choose(
 ) -> tuple[Search, list[Child]]:
     """Choose among the next tokens of all running beams; return the new state and the next step's beams.
 
-    `outputs` (tokens so far) and `likeliest` (candidates) are by member. Ties prefer the earlier beam. A finished
-    search has no children.
+    `outputs` and `likeliest` are by member. Ties prefer the earlier beam.
     """
     candidates = sorted(
         (
@@ -104,7 +102,7 @@ def choose(
 
 
 def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> bool:
-    """Return whether no running beam can improve the result; `best` is the best one's log-probability."""
+    """Return whether no running beam can improve the result; `best` is their best log-probability."""
     if len(ended) < rules.width:
         return False
     if rules.early_stopping is True:
@@ -114,7 +112,7 @@ def _is_over(rules: Rules, ended: Sequence[Ended], length: int, best: float) -> 
 
 
 def _placed(chosen: Sequence[tuple[int, int]]) -> list[Child]:
-    """Assign a sequence to each (parent, token): the parent's to its first child, unused ones to the others."""
+    """Assign a sequence to each (parent, token): the parent's to its first child."""
     parents = {parent for parent, _ in chosen}
     left = iter(sorted(set(range(len(chosen))) - parents))
     children = []

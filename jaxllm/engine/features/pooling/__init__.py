@@ -1,1 +1,1 @@
-"""Prompts converted to vectors by models that embed, classify or score."""
+"""Prompts converted to vectors."""

@@ -12,7 +12,7 @@ from jaxllm.pooling_params import PoolingParams
 
 
 class PoolingClient(Protocol):
-    """The pooling call of `EngineClient`, inherited by engines and fleets."""
+    """The pooling call of `EngineClient`."""
 
     def generate(self, prompt: Prompt, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput]:
         """See `EngineClient.generate`."""
@@ -21,7 +21,7 @@ class PoolingClient(Protocol):
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput]:
-        """Yield the one output of a prompt to embed, classify or score; options as for `generate`."""
+        """Yield the one output of a prompt to embed, classify or score."""
         outputs = self.generate(prompt, pooling_params or PoolingParams(), request_id, **options)
         async with aclosing(outputs):
             async for output in outputs:

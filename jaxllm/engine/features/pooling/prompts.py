@@ -1,4 +1,4 @@
-"""Check prompts to pool, and convert them to engine requests. Thread-safe."""
+"""Checks of prompts to pool, and their conversion. Thread-safe."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def check_kind(params: Any, model: ModelInfo, name: str) -> None:
 
 
 def read(prompt: Prompt, params: PoolingParams, model: ModelInfo) -> PooledPrompt:
-    """Check a prompt and its parameters; raise UserError if invalid.
-
-    `truncate_prompt_tokens` keeps the first tokens and the tokenizer's special ones.
-    """
+    """Check a prompt and its parameters; raise UserError if invalid."""
     _check_params(params, model)
     text, ids, salt = parts_of(prompt, also="token_type_ids")
     longest, kept = model.max_model_len, params.truncate_prompt_tokens

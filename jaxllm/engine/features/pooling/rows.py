@@ -1,4 +1,4 @@
-"""The pooling feature: runs requests that yield a vector, or refuses them if the model generates."""
+"""The pooling feature: requests that yield a vector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PooledOutput(Sequence):
     pooler: Pooler | None = None
     pooling: PoolingParams | None = None
     token_types: np.ndarray | None = None  # int32; None: zeros
-    pooled: np.ndarray | None = None  # its vector, float32[W]
+    pooled: np.ndarray | None = None
 
     def take_in(
         self, result: StepOutput, row: int, count: int, finish_reason: FinishReason | None
@@ -43,7 +43,7 @@ class PooledOutput(Sequence):
 
 
 class Pooling(Feature):
-    """Handles every request of a pooling model. A request's state is in its `PooledOutput`."""
+    """Handles every request of a pooling model."""
 
     name = "pooling"
     takes = (PoolingParams,)
@@ -74,7 +74,7 @@ class Pooling(Feature):
         sequence.token_types = None if token_types is None else np.asarray(token_types, np.int32)
 
     def schedule(self, sequence: Sequence, fields: dict[str, Any]) -> None:
-        """Read the prefix cache only for last-token pooling: a mean needs all hidden states."""
+        """Read the prefix cache for last-token pooling only: a mean needs all hidden states."""
         fields["reads_cache"] &= self._pooler.pooling == "last"
 
     def inputs(self, step: StepInput) -> None:

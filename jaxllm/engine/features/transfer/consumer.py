@@ -1,7 +1,4 @@
-"""The consumer of KV transfer: pulls the blocks of a prompt in a thread, until a deadline.
-
-A heartbeat renews the leases of pulls that wait for a thread, or receive blocks slowly.
-"""
+"""The consumer of KV transfer: pulls a prompt's blocks in a thread, until a deadline; heartbeats renew its leases."""
 
 from __future__ import annotations
 
@@ -26,16 +23,16 @@ from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
-PULLS = 32  # concurrent ones; further ones wait, within their deadlines
+PULLS = 32  # further ones wait, within their deadlines
 MOST_CHANNELS = 64
-CALL_SECONDS = 2.0  # of a heartbeat or a release
+CALL_SECONDS = 2.0  # heartbeat or release
 BEATS = 3  # heartbeats of a lease
-WARN_SECONDS = 1.0  # between two warnings
+WARN_SECONDS = 1.0
 
 
 @dataclass(eq=False)
 class Pull:
-    """A pull; `future` has the blocks that arrived by the deadline. Cancelling it ends the pull."""
+    """A pull; `future` has the blocks that arrived by the deadline, and cancelling it ends the pull."""
 
     remote: Remote
     blocks: Sequence[Block]
@@ -65,7 +62,7 @@ class Consumer:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(PULLS, "jaxllm-kv-pulls")
         self._warned = -WARN_SECONDS
-        self._calls: set[Any] = set()  # not awaited; gRPC cancels a call that nothing refers to
+        self._calls: set[Any] = set()  # gRPC cancels calls without references
         self._live: dict[Pull, None] = {}
         self._closed = threading.Event()
         self._heart = threading.Thread(
@@ -77,7 +74,7 @@ class Consumer:
         return len(self._live)
 
     def pull(self, remote: Remote, blocks: Sequence[Block]) -> Future[Mapping[Block, Row]]:
-        """Begin to pull blocks. The future raises RequestFailedError if all must be loaded and one is missing."""
+        """Begin to pull blocks. The future raises RequestFailedError if one that must be loaded is missing."""
         asked = Pull(remote, blocks, time.monotonic() + self._timeout)
         asked.future.add_done_callback(lambda _: asked.call is not None and asked.call.cancel())
         with self._lock:
@@ -86,12 +83,12 @@ class Consumer:
                 self._heart.start()
         try:
             self._threads.submit(self._run, asked)
-        except RuntimeError:  # closed
+        except RuntimeError:
             asked.future.cancel()
         return asked.future
 
     def release(self, remote: Remote) -> None:
-        """End a lease at its producer, without waiting for it."""
+        """End a lease at its producer, without waiting."""
         self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
@@ -104,7 +101,7 @@ class Consumer:
             channel.close()
 
     def _beat(self, seconds: float) -> None:
-        """Renew the leases of pulls until the end; those of cancelled and late ones are left to end."""
+        """Renew the leases of live pulls until the end."""
         while not self._closed.wait(seconds):
             now, leases = time.monotonic(), dict[str, list[str]]()
             with self._lock:
@@ -115,7 +112,7 @@ class Consumer:
                 self._send(target, RENEW, frames.pack_names(names))
 
     def _send(self, target: str, method: str, content: bytes) -> None:
-        """Begin a call, without waiting for its end; if it fails, leases end by themselves."""
+        """Begin a call, without waiting; if it fails, leases end by themselves."""
         with suppress(Exception):
             channel = self._channel(target)
             call = channel.unary_unary(method).future(content, timeout=CALL_SECONDS, metadata=self._metadata)
@@ -137,7 +134,7 @@ class Consumer:
         missing = len(asked.blocks) - len(received)
         with self._lock:
             self._live.pop(asked, None)
-        with suppress(InvalidStateError):  # cancelled
+        with suppress(InvalidStateError):
             if missing and self._must_load:
                 message = f"{missing} KV blocks did not arrive, and kv_load_failure_policy is fail."
                 asked.future.set_exception(RequestFailedError(message))
@@ -169,7 +166,7 @@ class Consumer:
             if channel is None:
                 most = FRAME_BYTES + max(sum(sizes) for sizes in self._sizes)
                 options = (
-                    # Twice: a producer may have a draft model that this engine lacks.
+                    # Twice: a producer may have a draft model.
                     ("grpc.max_receive_message_length", 2 * most + (1 << 20)),
                     ("grpc.max_send_message_length", -1),
                     ("grpc.initial_reconnect_backoff_ms", 200),

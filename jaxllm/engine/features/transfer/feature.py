@@ -1,8 +1,6 @@
 """The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
 
-A consumer's request waits outside the scheduler until its blocks have arrived or a deadline has passed. They are then
-an event of the scheduler (`receive`), and the request hits them like other blocks of the host's tier. Missing ones are
-computed.
+A consumer's request waits outside the scheduler for its blocks or a deadline; missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -38,16 +36,16 @@ DONE = ("stop", "length")  # reasons to keep a prompt's blocks
 
 @dataclass(slots=True)
 class Transfer:
-    """The state of a request: of its prompt's blocks here or elsewhere."""
+    """The state of a request with blocks here or elsewhere."""
 
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
     pull: Future[Mapping[Block, Row]] | None = None
-    num_asked: int = 0  # blocks of the pull
+    num_asked: int = 0
 
 
 class NoTransfer(Feature):
-    """Refuses transfers: the engine has no `kv_transfer_config`."""
+    """Refuses transfers, for engines without `kv_transfer_config`."""
 
     name = "transfer"
     options = (NAME,)
@@ -92,7 +90,7 @@ class KvTransfer(Feature):
         accepted.states[self.name] = Transfer(params, digests)
 
     def needs(self, accepted: Accepted) -> Future[Mapping[Block, Row]] | None:
-        """Begin to pull the blocks of a prompt; an engine that has them all releases them."""
+        """Begin to pull the blocks of a prompt; release them if none is missing here."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.params.remote is None or self.consumer is None:
             return None
@@ -107,13 +105,13 @@ class KvTransfer(Feature):
         return state.pull
 
     def added(self, accepted: Accepted, group: SequenceGroup) -> None:
-        """Give the blocks that arrived to the host's tier; the request waits in the scheduler's queue."""
+        """Give the blocks that arrived to the host's tier, while the request is queued."""
         state: Transfer | None = accepted.states.get(self.name)
         if state is None or state.pull is None:
             return
         try:
             received = state.pull.result(0)
-        except (CancelledError, TimeoutError):  # aborted, or not awaited
+        except (CancelledError, TimeoutError):
             state.pull.cancel()
             return
         metrics = self.core.metrics
@@ -158,7 +156,7 @@ class KvTransfer(Feature):
                 each.close()
 
     def _keep(self, state: Transfer) -> str | None:
-        """Copy the cached blocks of a prompt. No step has been planned since the request released them."""
+        """Copy the cached blocks of a prompt, before any step is planned; return the lease."""
         assert self.producer is not None
         rows: dict[Block, Row] = {}
         scheduled = self.core.scheduler.state
@@ -174,11 +172,10 @@ class KvTransfer(Feature):
         return self.producer.keep(rows) if rows else None
 
     def _missing(self, accepted: Accepted, state: Transfer) -> list[Block]:
-        """Return the blocks that a request can use and this engine lacks. Reads the scheduler's state in any thread."""
+        """Return the blocks that a request can use and this engine lacks, in any thread."""
         params = accepted.params
         if params.skip_reading_prefix_cache or (params.prompt_logprobs is not None and accepted.num_sequences == 1):
             return []
-        # The last token is computed.
         digests = state.digests[: (len(accepted.prompt_token_ids) - 1) // self.core.config.block_size]
         scheduled = self.core.scheduler.state
         assert scheduled.host is not None
@@ -195,13 +192,12 @@ class KvTransfer(Feature):
         return missing
 
     def _first(self, group: int, count: int) -> int:
-        """Return the index of the first block of a group that a token after `count` blocks attends to."""
+        """Return the index of a group's first block that a token after `count` blocks attends to."""
         window, size = self.core.runner.limits.window, self.core.config.block_size
         return max(0, count - -(-(window - 1) // size)) if group == windowed.GROUP and window else 0
 
 
 def fingerprint_of(core: Core, layouts: Sequence[RowLayout]) -> Fingerprint:
-    """Return the fingerprint of weights, types, sizes and groups of blocks."""
     setup, config = core.runner.setup, core.config
     model = digest_of(
         {

@@ -1,7 +1,4 @@
-"""The messages of KV transfer: requests as JSON, and a frame for each block.
-
-A frame is a header and the block's content. Its checksum covers all other bytes.
-"""
+"""The messages of KV transfer: requests as JSON, and frames of blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from typing import NamedTuple
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
 PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
-# Magic, fingerprints of the model and of its draft model, digest, group, bytes of both models' content.
+# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum of all other bytes.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
 FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
-MOST_BLOCKS = 1 << 20  # of a pull
-MOST_LEASES = 1 << 16  # of a heartbeat
-NO_DRAFTS = bytes(32)  # fingerprint without a draft model
+MOST_BLOCKS = 1 << 20
+MOST_LEASES = 1 << 16
+NO_DRAFTS = bytes(32)
 
 
 class FrameError(ValueError):
@@ -31,8 +28,8 @@ class FrameError(ValueError):
 class Fingerprint(NamedTuple):
     """Identifies the meaning of blocks; 32 bytes each."""
 
-    model: bytes  # format, weights, types and sizes of blocks
-    drafts: bytes = NO_DRAFTS  # those of the draft model
+    model: bytes  # format, weights, types and sizes
+    drafts: bytes = NO_DRAFTS  # of the draft model
 
 
 class Block(NamedTuple):
@@ -47,7 +44,7 @@ class PullRequest:
     """A consumer's list of blocks."""
 
     lease: str
-    model: str  # the consumer's fingerprint, in hexadecimal
+    model: str  # fingerprint, in hexadecimal
     blocks: Sequence[tuple[int, str]]  # group, and digest in hexadecimal
 
     def pack(self) -> bytes:
@@ -55,7 +52,7 @@ class PullRequest:
 
     @classmethod
     def unpack(cls, packed: bytes) -> PullRequest:
-        """Raise FrameError for anything that `pack` did not write."""
+        """Read a request; raise FrameError for anything that `pack` did not write."""
         try:
             given = json.loads(packed)
             blocks = [(int(group), bytes.fromhex(digest).hex()) for group, digest in given["blocks"]]
@@ -68,12 +65,11 @@ class PullRequest:
 
 
 def pack_names(leases: Sequence[str]) -> bytes:
-    """Return the request of a heartbeat."""
     return json.dumps(leases[:MOST_LEASES]).encode()
 
 
 def unpack_names(packed: bytes) -> list[str]:
-    """Raise FrameError for anything that `pack_names` did not write."""
+    """Read a heartbeat; raise FrameError for anything that `pack_names` did not write."""
     try:
         names = json.loads(packed)
     except (ValueError, RecursionError):
@@ -84,7 +80,7 @@ def unpack_names(packed: bytes) -> list[str]:
 
 
 def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -> bytes:
-    """Return the frame of a block; the first `num_own` bytes are the model's, the rest a draft model's."""
+    """Return the frame of a block: `num_own` bytes of the model, the rest a draft model's."""
     header = _HEADER.pack(MAGIC, *fingerprint, block.digest, block.group, num_own, len(content) - num_own)
     checksum = sha256(header)
     checksum.update(content)
@@ -92,10 +88,9 @@ def pack(fingerprint: Fingerprint, block: Block, content: bytes, num_own: int) -
 
 
 def unpack(frame: bytes, fingerprint: Fingerprint, sizes: Sequence[tuple[int, int]]) -> tuple[Block, memoryview, bool]:
-    """Return a frame's block and content, and whether the content of a draft model is that of this engine's.
+    """Return a frame's block and content, and whether its draft content fits this engine.
 
-    `sizes` has the bytes of both models' content of each group. Raises FrameError for a frame with a wrong bit, or of
-    another model.
+    `sizes`: bytes of both models, by group. Raises FrameError for a damaged frame, or one of another model.
     """
     if len(frame) < FRAME_BYTES:
         raise FrameError("a frame is cut off")

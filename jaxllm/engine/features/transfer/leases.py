@@ -1,6 +1,5 @@
-"""The blocks that a producer keeps for pulls: a bounded buffer of leases. Thread-safe.
-
-A lease ends when its blocks are released, or a time after its last pull or heartbeat.
+"""The blocks that a producer keeps for pulls, until released or some time after the last pull or heartbeat.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Leases:
         lease.is_filled.set()
 
     def find(self, name: str) -> Lease | None:
-        """Return a lease, and renew it."""
+        """Return a lease, renewed; None if it has ended."""
         self.sweep()
         with self._lock:
             lease = self._leases.get(name)
@@ -76,7 +75,6 @@ class Leases:
             return self._end(name)
 
     def sweep(self) -> None:
-        """End the leases that are over."""
         with self._lock:
             now = self._clock()
             for name in [lease.name for lease in self._leases.values() if lease.ends <= now]:

@@ -26,12 +26,12 @@ class Remote(NamedTuple):
 class TransferParams:
     """The transfers of a request."""
 
-    keeps: bool = False  # its prompt's blocks, for another engine
-    remote: Remote | None = None  # that has its prompt's blocks
+    keeps: bool = False  # its prompt's blocks
+    remote: Remote | None = None  # has its prompt's blocks
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:
-    """Return None without a transfer; raise UserError for one that the engine's role or settings do not allow."""
+    """Read a request's transfer, if any; raise UserError for one that is not allowed."""
     if given is None:
         return None
     if not isinstance(given, Mapping):

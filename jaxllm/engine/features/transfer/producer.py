@@ -1,4 +1,4 @@
-"""The producer of KV transfer: keeps the blocks of prompts for a while, and sends them over gRPC."""
+"""The producer of KV transfer: keeps the blocks of prompts, and sends them over gRPC."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from jaxllm.kv_transfer_config import KvTransferConfig
 from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
-PULLS = 16  # concurrent ones; further ones wait
-SHORT_CALLS = 2  # concurrent heartbeats and releases, which wait for no pull
+PULLS = 16  # further ones wait
+SHORT_CALLS = 2  # heartbeats and releases
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
@@ -44,7 +44,7 @@ _OPTIONS = (
 
 
 class Producer:
-    """A buffer of blocks, the thread that copies them into it, and the service that sends them."""
+    """A buffer of blocks, the thread that fills it, and the service that sends them."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Producer:
             block = Block(group, bytes.fromhex(digest))
             content = lease.blocks.get(block)
             if content is not None and context.is_active():
-                self.leases.find(lease.name)  # each block renews it
+                self.leases.find(lease.name)
                 yield frames.pack(self._fingerprint, block, content, self._sizes[group][0])
 
     def _renew(self, packed: bytes, context: grpc.ServicerContext) -> bytes:

@@ -1,4 +1,4 @@
-"""Blocks that arrive become an event of the scheduler and content of the host's tier."""
+"""Arrived blocks: an event of the scheduler, and content of the host's tier."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from jaxllm.scheduler.recorded import RecordedScheduler
 
 
 def digest_of(about: Any) -> bytes:
-    """Return a fingerprint, of 32 bytes."""
     return sha256(json.dumps(about, sort_keys=True).encode()).digest()
 
 
 def receive_blocks(
     scheduler: RecordedScheduler, runner: Runner, owner: int, blocks: Sequence[tuple[int, int, Row]]
 ) -> int:
-    """Put blocks of a waiting request's prompt, (group, index, content), into the host's tier; return how many."""
+    """Put blocks of a waiting request's prompt into the host's tier; return how many."""
     places = scheduler.receive(owner, [(group, index) for group, index, _ in blocks])
     for (group, _, row), place in zip(blocks, places, strict=True):
         if place >= 0:

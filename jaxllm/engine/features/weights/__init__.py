@@ -1,1 +1,1 @@
-"""Sleep, pause, and updates of the weights of a running engine."""
+"""Sleep, pause, and updates of weights."""

@@ -1,4 +1,4 @@
-"""Engine calls that pause, sleep, wake and update weights, by vLLM's names."""
+"""Engine calls that pause, sleep, wake and update weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.residence import KV_CACHE, WEIGHTS
 from jaxllm.runner.weight_update import WeightUpdate
 
-Weights = str | PathLike[str] | Mapping[str, Any]  # a folder of safetensors, or arrays by tensor name
+Weights = str | PathLike[str] | Mapping[str, Any]  # a folder of safetensors, or arrays by name
 BACKENDS = ("safetensors", "arrays")
 MODES = ("abort", "wait", "keep")
 
 
 class WeightCalls(ABC):
-    """Pause, sleep and weight updates of an engine.
+    """Pause, sleep and weight updates of an engine; while held, it queues requests and computes none.
 
-    A held engine queues requests and computes none. An update does not end requests: their tokens are kept, and
-    computed again with the new weights before the next one is sampled, so that no cache has values of two versions.
+    An update keeps the tokens of requests, and recomputes them before the next is sampled, so that no cache has values
+    of two versions.
     """
 
     features: Features
@@ -81,8 +81,7 @@ class WeightCalls(ABC):
     ) -> list[RequestOutput]:
         """Pause (level 0), and free the memory of `tags`: level 1 moves weights to the host, level 2 drops them.
 
-        `tags` are "weights" and "kv_cache", by default both. Requests that are kept are computed again after `wake_up`.
-        Returns as `pause`.
+        `tags` are "weights" and "kv_cache", by default both. Returns as `pause`.
         """
         own, chosen = self.weights, self.check_sleep(level, tags)
         outputs = self.pause(mode)
@@ -103,10 +102,9 @@ class WeightCalls(ABC):
         return check_tags(tags)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> bool:
-        """Bring the `tags` back, by default all; resume if nothing is left asleep, and return whether steps may run.
+        """Bring the `tags` back, by default all; resume if all are awake, and return whether steps may run.
 
-        Weights that level 2 dropped are read again from their folder. If they were given as arrays, the engine stays
-        held until `update_weights` brings others.
+        Dropped weights are read again; arrays must come by `update_weights`.
         """
         own, chosen = self.weights, check_tags(tags)
         own.check_switched_on()
@@ -142,19 +140,19 @@ class WeightCalls(ABC):
         self._hold()
 
     def check_piece(self, shapes: Mapping[str, Any]) -> None:
-        """Raise UserError if no update in pieces is open, or if `update_weights` would refuse arrays of these shapes.
+        """Raise UserError if no update in pieces is open, or `update_weights` would refuse arrays of these shapes.
 
-        `shapes` has objects with `shape` and `dtype` by name, for example `jax.ShapeDtypeStruct`.
+        `shapes`: objects with `shape` and `dtype`, by name.
         """
         self.weights.check_switched_on()
         self._open_update().check(shapes)
 
     def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str:
-        """Replace weights by those of a folder, or by NumPy or JAX arrays with the checkpoint's names.
+        """Replace weights by those of a folder, or by NumPy or JAX arrays with the checkpoint's names; return the
+        version in use.
 
-        Between `start_weight_update` and `finish_weight_update` this is a piece of an update; otherwise all of it, and
-        then all weights must be given. Arrays are copied. Raises UserError, changing nothing, for an unknown name, a
-        wrong shape or type, or a missing tensor. Returns the version of the weights in use.
+        After `start_weight_update` this is a piece of an update; otherwise all weights must be given. Arrays are
+        copied. Raises UserError, changing nothing, for an unknown name, a wrong shape or type, or a missing tensor.
         """
         own = self.weights
         own.check_switched_on()
@@ -181,8 +179,7 @@ class WeightCalls(ABC):
     def finish_weight_update(self, weight_version: str | None = None) -> str:
         """End an update in pieces and return its version, by default the number of updates.
 
-        Raises UserError if tensors are missing. If no weight was replaced, the update is over and the old weights are
-        used; otherwise the engine stays held until all are given.
+        Raises UserError if tensors are missing; if some were replaced, the engine then stays held.
         """
         own = self.weights
         own.check_switched_on()
@@ -200,7 +197,6 @@ class WeightCalls(ABC):
         return own.version
 
     def get_weight_version(self) -> str:
-        """Return the version of the weights: "0" at the start."""
         return self.weights.version
 
     def check_runs(self) -> None:

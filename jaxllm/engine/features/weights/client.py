@@ -1,4 +1,4 @@
-"""Calls of servers that sleep, wake and update weights: a protocol, implemented by one engine and by a fleet."""
+"""Calls of servers that sleep, wake and update weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxllm.engine.life_cycle import PauseMode
 
 
 class WeightClient(Protocol):
-    """The calls of `EngineClient` that sleep, wake and update weights; see `WeightCalls`."""
+    """See `WeightCalls`."""
 
     async def sleep(self, level: int = 1, tags: Iterable[str] | None = None, *, mode: PauseMode = "abort") -> None: ...
 
@@ -35,9 +35,9 @@ class WeightClient(Protocol):
 
 
 class AsyncWeightCalls(ABC):
-    """`WeightClient` for one engine. A sleeping engine refuses requests; during an update they wait."""
+    """`WeightClient` for one engine, which refuses requests asleep; during an update they wait."""
 
-    _sleeps = False  # requests are refused until `wake_up`
+    _sleeps = False  # until `wake_up`
 
     @abstractmethod
     async def _call(self, function: Callable[[Any], Any]) -> Any:
@@ -72,7 +72,6 @@ class AsyncWeightCalls(ABC):
         await self._continue_if_awake()
 
     async def is_sleeping(self) -> bool:
-        """Return whether weights or cache are asleep."""
         return await self._call(lambda engine: engine.is_sleeping())
 
     async def init_weight_transfer_engine(self, backend: str = "safetensors") -> None:
@@ -100,7 +99,6 @@ class AsyncWeightCalls(ABC):
         return version
 
     async def get_weight_version(self) -> str:
-        """Return the version of the weights: "0" at the start."""
         return await self._call(lambda engine: engine.get_weight_version())
 
     async def _continue_if_awake(self) -> None:

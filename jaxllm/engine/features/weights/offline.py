@@ -11,7 +11,7 @@ from jaxllm.engine.life_cycle import PauseMode
 
 
 class OfflineWeightCalls:
-    """Methods of `LLM`; they do nothing else than those of `WeightCalls`."""
+    """Methods of `LLM`, as those of `WeightCalls`."""
 
     engine: Any  # `SteppedEngine`
 

@@ -1,7 +1,4 @@
-"""The state of sleep, pause and weight updates, and the weight version of each token.
-
-A request's state is a list of `Since`. An update appends one to each request, so a step costs nothing.
-"""
+"""The state of sleep, pause and weight updates, and the weight version of each token."""
 
 from __future__ import annotations
 
@@ -25,14 +22,14 @@ ABSENT = "the engine has no whole set of weights; send all of them with update_w
 
 
 class Since(NamedTuple):
-    """From these numbers of output tokens on, one for each sequence, tokens are of a version."""
+    """The version of the tokens from these output positions on, one per sequence."""
 
     starts: tuple[int, ...]
     version: str
 
 
 class WeightStates(Feature):
-    """The state of an engine that may pause, and neither sleeps nor changes its weights."""
+    """The state of an engine that may pause, but not sleep or change its weights."""
 
     name = "weights"
 
@@ -63,7 +60,7 @@ class WeightStates(Feature):
             raise FeatureDisabledError("start the engine with enable_sleep_mode.", "enable_sleep_mode")
 
     def note_version(self, version: str | None) -> None:
-        """Begin a version: later tokens are of it. By default it is the number of updates."""
+        """Begin a version of later tokens, by default the number of updates."""
         self._num_updates += 1
         self.version = str(self._num_updates) if version is None else version
         self.asleep -= {WEIGHTS}
@@ -82,14 +79,13 @@ class WeightVersions(WeightStates):
         marks: list[Since] = group.states[self.name]
         for completion in output.outputs:
             own = group.sequences[completion.index]
-            first = own.num_tokens - len(completion.token_ids)  # of a delta
+            first = own.num_tokens - len(completion.token_ids)
             bounds = [*(mark.starts[completion.index] for mark in marks), own.num_tokens]
             runs = zip(marks, pairwise(max(first, min(bound, own.num_tokens)) for bound in bounds), strict=True)
             completion.weight_versions = [(mark.version, end - start) for mark, (start, end) in runs if end > start]
 
 
 def check_tags(tags: Iterable[str] | None) -> frozenset[str]:
-    """Return the tags of a call; None: all."""
     if isinstance(tags, str):
         tags = (tags,)
     found = frozenset(TAGS if tags is None else tags)
