@@ -53,6 +53,15 @@ class Client:
                 self.prompt = {"prompt_token_ids": self.prompt}
             pixels = [(length, number) for _, length, number in self.images]
             self.prompt["multi_modal_data"] = {"image": pixels}
+        self.source: tuple[int, int] | None = None
+        if "source" in request:
+            number, length = self.source = (request["source"][0], request["source"][1])
+            given = self.prompt if isinstance(self.prompt, dict) else {"prompt_token_ids": self.prompt}
+            if "text" in request:
+                given = {"decoder_prompt": request["text"]} | (
+                    {"cache_salt": request["salt"]} if "salt" in request else {}
+                )
+            self.prompt = {"encoder_prompt": {"prompt_token_ids": [number] * length}, **given}
         self.salt: str = request.get("salt", "")
         self.folder: int | None = request.get("adapter")  # of its adapter, None without one
         self.adapter = self.weights = 0  # number and content of its adapter, once read

@@ -39,6 +39,7 @@ from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
 from jaxllm.setup import draft_setup
 from jaxllm.setup.kv_cache import Geometry
+from tests.simulation import sources
 from tests.simulation.beams import BeamTruth, likeliest
 from tests.simulation.media import Rows
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
@@ -126,6 +127,7 @@ class Device:
     def __init__(self, geometry: Geometry, extras: Extras, faults: Faults, max_drafts: int, media: Rows | None) -> None:
         self.geometry = geometry
         self.media = media
+        self.sources: dict[int, tuple[int, list[int]]] | None = None  # by slot: tokens and blocks
         self.max_drafts = max_drafts
         self.drafting_rows = self.draft_tokens = 0  # in steps whose results were read
         self.accepted_tokens: list[int] = []
@@ -148,6 +150,8 @@ class Device:
         self.is_lost = False
         if self.media is not None:
             self.media.renew()
+        if self.sources is not None:
+            self.sources.clear()
         self.generation += 1
         groups = range(geometry.num_groups)
         self.content = [np.zeros(geometry.array_blocks(group) * geometry.block_size, np.uint64) for group in groups]
@@ -308,6 +312,9 @@ class Device:
         if self.media is not None and not shape.is_decode:
             self._check_media(self.media, field["token_media"], token_slots, positions)
 
+        if self.sources is not None:
+            self._check_sources(self.sources, set(slot_list))
+
         # Write: the content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
         is_wrong = tokens != self._truths[token_slots, positions]
@@ -460,6 +467,22 @@ class Device:
             due = None if owner is None else owner.images.get(position)
             if (due is None) != (row == media.num_rows) or (due is not None and int(media.rows[row]) != due):
                 raise Violation(f"position {position} of slot {slot} has another embedding than is due")
+
+    def _check_sources(self, placed: Mapping[int, tuple[int, list[int]]], slots: Collection[int]) -> None:
+        """Check that each row reads the source of its request."""
+        size = self.geometry.block_size
+        for slot in slots:
+            owner = self.owners[slot]
+            if owner is None:
+                continue
+            assert owner.source is not None
+            length, blocks = placed.get(slot, (0, []))
+            if length != owner.source[1] or len(blocks) != -(-length // size):
+                raise Violation(f"slot {slot} reads a source of {length} tokens, where {owner.source} is due")
+            for index, block in enumerate(blocks):
+                found = self.content[0][block * size : (block + 1) * size]
+                if (found != sources.content(owner.source, size, index)).any():
+                    raise Violation(f"slot {slot} reads a block of another source than {owner.source}")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
         """Check that the buffer of a second half fits its first half; return the mask of each row, or None."""
@@ -738,6 +761,7 @@ class SimulatedRunner(Runner):
         self._running_thread = None
         self.encoder: Any = Rows(setting) if setting["media_units"] else None
         self.device = Device(geometry, self.extras, faults, max_drafts, self.encoder)
+        self.sources: Any = sources.SourceRows(setting, self.device) if setting["max_source"] else None
         self._params = ()
         self.adapters = adapters
         device = self.device

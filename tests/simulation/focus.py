@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.simulation.sources import with_sources
+
 
 @dataclass(frozen=True)
 class Focus:
@@ -139,6 +141,16 @@ FOCUS = {
         ),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
         ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption"),
+    ),
+    # Encoder prompts, equal and different ones, in a pool that holds few, and steps that fail.
+    "sources": Focus(
+        lambda chance: with_sources(
+            chance,
+            _tight(chance, 4, 12, beams=0.2, grammars=0.1, prefix_caching=chance.random() < 0.8)
+            | {"most_queued_tokens": None, "max_step_tokens": chance.choice((8, 64))},
+        ),
+        {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
+        ("source_encoded", "source_hit", "source_part_hit", "source_waits", "preemption", "beams"),
     ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(

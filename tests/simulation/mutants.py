@@ -603,6 +603,41 @@ HISTORY = [
         "self._free += self._entries.pop(idle.pop(0))[: count - len(self._free)]",
         focus="images",
     ),
+    Mutant(
+        "blocks of different sources are shared",
+        "scheduler.sources._digests",
+        "chain(source.digest, ",
+        "chain(b'', ",
+        focus="sources",
+    ),
+    Mutant(
+        "a plan encodes more sources than its budget",
+        "scheduler.sources.find",
+        "if num_new and editor.num_encoded and",
+        "if False and",
+        focus="sources",
+    ),
+    Mutant(
+        "a beam does not share its search's source",
+        "scheduler.sources.follow",
+        "editor.pool.share(blocks)",
+        "pass",
+        focus="sources",
+    ),
+    Mutant(
+        "the source of a failed request stays cached",
+        "scheduler.sources.forget",
+        "if source is not None:",
+        "if False:",
+        focus="sources",
+    ),
+    Mutant(
+        "an encoder fills the blocks that are cached, not those that are new",
+        "scheduler.sources.enter",
+        "Encode(request.sequence_id, len(arriving.hits), blocks)",
+        "Encode(request.sequence_id, arriving.num_new, blocks)",
+        focus="sources",
+    ),
 ]
 
 

@@ -222,6 +222,8 @@ class Truth:
         """`images`: contents of images' placeholders, by position; they enter the hashes."""
         self.params = params
         self.weights = weights
+        self.root = root
+        self.source: tuple[int, int] | None = None  # number and length, of an encoder-decoder model
         self.images = images
         self.prompt = tuple(prompt)
         self.seed = seed

@@ -27,6 +27,7 @@ from tests.simulation.device import Violation
 from tests.simulation.host import Tier
 from tests.simulation.media import Encoder, Image
 from tests.simulation.oracle import Truth
+from tests.simulation.sources import Source, Sources
 
 CHECK_EVERY = 16  # plans between two comparisons of the whole state
 INDEX_EVERY = 128  # … and of the prefix index, which takes longer
@@ -65,6 +66,8 @@ class Entry:
     window: dict[int, int] = field(default_factory=dict)  # blocks of windowed layers, by index in the sequence
     num_freed: int = 0  # index of the first of them: earlier blocks are released
     images: Sequence[Image] = ()
+    source: Source | None = None
+    source_blocks: list[int] = field(default_factory=list)
 
     @property
     def reach(self) -> int:
@@ -125,6 +128,7 @@ class Reference:
         self.blocks = Blocks(self.limits.num_blocks)
         self.windowed = Blocks(self.limits.num_window_blocks)
         self.encoder = Encoder(self.limits.num_media_units, self.limits.media_unit, self.limits.max_encoded)
+        self.sources = Sources(self.blocks, self.limits.block_size, self.limits.max_encoded)
         self.host = Tier(self.limits.host_blocks if self.limits.num_host_blocks else (), self.limits.max_stores)
 
     @property
@@ -257,7 +261,9 @@ class Reference:
         ]
         self.entries, self.copies = [], []
 
-        self.encoder.begin(plan.encodes, [(entry.images, entry.num_computed) for entry in self.running.values()])
+        self.sources.begin(plan.encodes if self.limits.max_source else ())
+        images = () if self.limits.max_source else plan.encodes
+        self.encoder.begin(images, [(entry.images, entry.num_computed) for entry in self.running.values()])
         rows: list[tuple[Entry, int, int]] = []
         works = [entry for _, entry in sorted(self.running.items()) if entry.num_computed < entry.length]
         decodes = [
@@ -315,7 +321,11 @@ class Reference:
             hits = self._hits(entry, with_host=True)
             here = [block for block in hits if block >= 0]
             num_new = -(-entry.num_tokens // size) - len(hits)
-            if num_new + len(hits) - len(here) > self.blocks.num_left(here) - len(self.running):
+            source = self.sources.find(entry)
+            if source is None:
+                break
+            shared = [*here, *source[0]]
+            if num_new + len(hits) - len(here) + source[1] > self.blocks.num_left(shared) - len(self.running):
                 break
             near = self._near(entry, len(hits))
             near_here = [block for block in near.values() if block >= 0]
@@ -333,8 +343,9 @@ class Reference:
             self.running[entry.slot] = entry
             entry.admission += 1
             spare = len(self.running) - 1
-            self.blocks.share(here)
+            self.blocks.share(shared)
             self.windowed.share(near_here)
+            self.sources.enter(entry, *source)
             entry.num_prefill = entry.length = entry.num_tokens
             entry.num_computed = start
             entry.has_drafts, entry.num_drafted, entry.num_accepted, entry.unsettled = False, 1, 1, 0
@@ -387,8 +398,8 @@ class Reference:
             raise Violation("admissions are not what is due")
         if self.unread:
             raise Violation("the plan's block table has too many entries")
-        if self.encoder.has_unread:
-            raise Violation("a plan encodes images that no chunk reads")
+        if self.encoder.has_unread or self.sources.has_unread:
+            raise Violation("a plan encodes images or sources that no row reads")
         if plan.moves.tolist() != moves:
             raise Violation(f"a plan moves blocks {plan.moves.tolist()}, where {moves} are due")
         if plan.adapters != self.places.residents:
@@ -492,6 +503,8 @@ class Reference:
                 self.windowed.discard(self._key(entry, index))
             for index in range(entry.brought) if entry.is_shared else ():
                 self.host.forget(self._key(entry, index))
+        for entry in failed:
+            self.sources.forget(entry)
         for entry in failed:
             self.encoder.forget(entry.images)
             self._vacate(entry, publishes=False)
@@ -702,7 +715,10 @@ class Reference:
                 own = self._near(entry, most)
                 near |= {*own.values()}
                 num_windowed += self._least(entry, most, own)
-        if num_new > self.blocks.num_left(shared) - len(self.running):
+        source = self.sources.find(members[0])
+        if source is None:
+            return None
+        if num_new + source[1] > self.blocks.num_left(shared | {*source[0]}) - len(self.running):
             return None
         if self.limits.window and num_windowed > self.windowed.num_left(near) - len(self.running):
             self.windows["window_waits"] += 1
@@ -724,9 +740,15 @@ class Reference:
         for (hits, _, _), near in zip(found, nears, strict=True):
             self.blocks.share(hits)
             self.windowed.share(near.values())
+        source = self.sources.find(members[0])
+        assert source is not None
+        self.blocks.share(source[0])
+        self.sources.enter(members[0], *source)
         spare = len(self.running)
         for number, entry in enumerate(members):
             self.waiting.remove(entry)
+            if number:
+                self.sources.follow(entry, members[0])
             entry.slot = min(set(range(self.limits.num_slots)) - set(self.running))
             self.running[entry.slot] = entry
             entry.admission += 1
@@ -760,7 +782,7 @@ class Reference:
         self.waiting.insert(at, entry)
 
     def _requeue(self, entry: Entry) -> None:
-        entry.table = []
+        entry.table, entry.source_blocks = [], []
         entry.num_sampled = entry.num_returned = 0
         if entry.is_idle:
             entry.is_idle, entry.num_tokens = False, entry.truth.num_prompt
@@ -896,6 +918,7 @@ class Reference:
                 self.host.hold(self.num_planned + 1, entry.id, group, contents)
         self._release(entry, dict(enumerate(entry.table)), max(full, entry.brought), self.blocks)
         self._release(entry, entry.window, max(full, entry.brought), self.windowed)
+        self.sources.leave(entry)
         del self.running[entry.slot]
         self.beam_groups.pop(entry.beam_group, None)
         self.entries = [each for each in self.entries if each[0] is not entry]
@@ -984,6 +1007,8 @@ class Reference:
             window = [*entry.window.values()]
             if [*entry.window] != [*range(entry.num_freed, entry.reach)]:
                 raise Violation(f"I17: slot {slot} has blocks {[*entry.window]} behind {entry.num_freed}")
+            if self.limits.max_source and list(state.sources[slot]) != entry.source_blocks:
+                raise Violation(f"slot {slot} has a source in {state.sources[slot]}, not {entry.source_blocks}")
             if columns[slot] != due or list(state.tables[slot]) != entry.table:
                 raise Violation(f"slot {slot} holds {columns[slot]}, where {due} is due")
             if self.limits.window and list(state.window_tables[slot]) != window:

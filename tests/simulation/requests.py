@@ -119,7 +119,7 @@ def edges(world: World, client: Client) -> Iterator[tuple[str, bool]]:
 
 def ids_of(world: World, request: dict[str, Any]) -> list[int]:
     if "text" in request and "\0" not in request["text"]:
-        return world.tokenizer.encode(request["text"])
+        return world.tokenizer.encode(request["text"], add_special_tokens="source" not in request)
     return request["ids"]
 
 
@@ -165,7 +165,9 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return UserError
     if isinstance(client.prompt, str) and "\0" in client.prompt:
         return BrokenTextError
-    if isinstance(client.prompt, dict) and "\0" in str(client.prompt.get("prompt")):
+    if isinstance(client.prompt, dict) and "\0" in str(
+        client.prompt.get("prompt") or client.prompt.get("decoder_prompt")
+    ):
         return BrokenTextError
     if num_ids == 0:
         return UserError
@@ -179,6 +181,7 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         one = -(-(client.limit - 1) // setting["block_size"])
         if setting["window"] and params.n * min(one, least_windowed(setting)) > setting["num_window_blocks"]:
             return ContextLengthError
+    needed += -(-client.source[1] // setting["block_size"]) if client.source else 0
     if needed > setting["num_blocks"]:
         return ContextLengthError
     if params.n > setting["num_slots"] + most_queued(setting["most_queued"], setting["num_slots"]):

@@ -89,8 +89,9 @@ class Recorder(Reference):
         self.drafting.clear()
         self.windows.clear()
         self.host.fired.clear()
-        world.fired += self.encoder.fired
+        world.fired += self.encoder.fired + self.sources.fired
         self.encoder.fired.clear()
+        self.sources.fired.clear()
         self.late.clear()
         for part in (plan.slots, plan.starts, plan.lengths, plan.table, plan.moves):
             world.digest = zlib.crc32(part.tobytes(), world.digest)

@@ -12,6 +12,7 @@ from typing import Any
 from tests.simulation.focus import Focus, windowed_blocks
 from tests.simulation.media import draw_media, place_images
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
+from tests.simulation.sources import draw_sources, place_source
 
 # Kinds of faults, each of which a seed switches on or off; edges of lengths and forks, no faults, are always on.
 FAULTS = (
@@ -106,7 +107,8 @@ def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:
     }
     # Drawn from another generator, so that the events are the same as without the tier.
     others = random.Random(repr(setting))
-    return setting | _tier(others, setting["num_blocks"], setting["prefix_caching"]) | draw_media(others, longest)
+    setting |= _tier(others, setting["num_blocks"], setting["prefix_caching"]) | draw_media(others, longest)
+    return setting | draw_sources(others, setting)
 
 
 def _tier(chance: random.Random, num_blocks: int, is_cached: bool) -> dict[str, Any]:
@@ -272,6 +274,7 @@ class _Maker:
         if draw() < 0.1 and length and length < 12:
             request["text"] = "".join(chance.choice("ab c") for _ in range(length))
         place_images(self.other_chance, request, setting)
+        place_source(self.other_chance, request, setting)
         return request
 
     def _params(self) -> dict[str, Any]:

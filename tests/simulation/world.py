@@ -53,6 +53,7 @@ from tests.simulation.loop import Loop
 from tests.simulation.media import contents
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
+from tests.simulation.sources import prompts_of, root_of
 from tests.simulation.stand_ins import Condition, InjectedError, Recorder, SimulatedThread
 from tests.simulation.trace import Trace
 
@@ -190,6 +191,7 @@ class World:
             eos_ids=frozenset((EOS,)),
             vocab_size=VOCABULARY,
             max_model_len=self.max_model_len,
+            sources=prompts_of(setting, self.tokenizer),
         )
         grammars: Any = Grammars(self.faults)
         adapters = AdapterRows if setting["max_adapters"] else AdapterTexts
@@ -291,6 +293,7 @@ class World:
             is_cached: bool = self.setting["prefix_caching"]
             self.num_roots += 1
             root = zlib.crc32(client.salt.encode()) if is_cached else mix(self.num_roots, 0)
+            root = root_of(root, client.source)
             leader = requests[len(entries)].sequence_id if client.beams is not None else 0
             for index in range(params.n):
                 given = client.ids, params, seed + index, root, client.limit, self.tokenizer.is_broken, client.weights
@@ -300,6 +303,7 @@ class World:
                 else:
                     first = client.truths[0] if index else None
                     truth = BeamTruth(first.search if isinstance(first, BeamTruth) else None, client.beams, *given)
+                truth.source = client.source
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
@@ -318,6 +322,7 @@ class World:
                         may_draft=params.structured_outputs is None,
                         beam_group=leader,
                         images=client.images,
+                        source=client.source,
                     )
                 )
                 if request.may_draft != entries[-1].may_draft:
