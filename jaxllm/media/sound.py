@@ -9,8 +9,8 @@ import io
 import wave
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxllm.errors import UserError
 RATE = 16000  # samples per second
 HOP, WINDOW = 160, 400  # samples
 MOST_RATE = 384000
+MOST_DENOMINATOR = 1000
 PARAMETER = "multi_modal_data"
 
 
@@ -77,13 +78,16 @@ def _samples_of(given: Any) -> tuple[np.ndarray, int]:
 
 
 def at_rate(samples: np.ndarray, rate: int, wanted: int = RATE) -> np.ndarray:
-    """Return samples at another rate, by a polyphase filter."""
+    """Return samples at another rate, by a polyphase filter.
+
+    Unusual rates become the nearest ratio with a denominator of at most 1,000, which bounds the length of the filter.
+    """
     if rate == wanted:
         return samples
     from scipy.signal import resample_poly
 
-    common = gcd(rate, wanted)
-    return np.asarray(resample_poly(samples, wanted // common, rate // common), np.float32)
+    ratio = Fraction(wanted, rate).limit_denominator(MOST_DENOMINATOR)
+    return np.asarray(resample_poly(samples, ratio.numerator, ratio.denominator), np.float32)
 
 
 def read_wav(data: bytes) -> tuple[np.ndarray, int]:
