@@ -1,6 +1,6 @@
 """One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Vx vocabulary of one shard.
+Letters as in ARCHITECTURE.md; Vx is the vocabulary of one shard.
 """
 
 from __future__ import annotations
