@@ -234,7 +234,10 @@ def of_fused_linear(
 def of_experts(
     capability: int | None, assignments: int, experts: int, dtype: str, is_deterministic: bool = False
 ) -> Experts:
-    """Return the settings of `fused_experts`: tiles of at most 5/4 of an expert's average."""
+    """Return the settings of `fused_experts`: tiles of at most 5/4 of an expert's average.
+
+    `is_deterministic` forbids half tiles.
+    """
     average = assignments // experts
     size = min(max(1 << max((average * 5 // 4).bit_length() - 1, 0), 16), 128)
     rows, columns, warps, stages = EXPERTS[0 if dtype == "float32" else size]

@@ -56,7 +56,10 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def read_params(path: str) -> list[Settings]:
-    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise `UserError` otherwise."""
+    """Read JSON or YAML: a list of settings, or an object of lists to combine; raise `UserError` otherwise.
+
+    Names get dashes: `max_tokens` becomes "max-tokens".
+    """
     import yaml
 
     try:

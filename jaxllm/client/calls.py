@@ -226,7 +226,7 @@ class Calls(Endpoint):
         """Replace weights, and return their version.
 
         `weights` is a folder below the server's --weights-root, or, after `start_weight_update`, NumPy or JAX arrays by
-        checkpoint name, sent in parts with `timeout` for each.
+        checkpoint name, sent in parts with `timeout` for each and without `weight_version`.
         """
         for request in update_requests(weights, weight_version):
             yield Call("control", "UpdateWeights", request, reading.read_weight_version, timeout)

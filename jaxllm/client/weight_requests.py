@@ -36,7 +36,7 @@ def finish_request(weight_version: str | None) -> control_pb2.FinishWeightUpdate
 def update_requests(
     weights: str | PathLike[str] | Mapping[str, Any], weight_version: str | None
 ) -> Iterator[control_pb2.UpdateWeightsRequest]:
-    """Yield requests with a folder's path, or arrays."""
+    """Yield requests with a folder's path, or arrays; raise UserError for arrays with a version."""
     if isinstance(weights, str | PathLike):
         request = control_pb2.UpdateWeightsRequest()
         set_field(request, "path", "weights", fspath(weights))

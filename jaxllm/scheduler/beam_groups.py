@@ -173,7 +173,7 @@ def _inherit(
     keepers: Mapping[int, int],
     num_computed: int,
 ) -> None:
-    """Give each child its parent's blocks of a group, except a partial last one that another child keeps.
+    """Replace each child's blocks of a group by its parent's; copy a partial last one that another child keeps.
 
     `pairs`: slots of child and parent; `keepers`: by parent.
     """

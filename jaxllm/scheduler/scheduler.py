@@ -341,7 +341,7 @@ def _cut(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row of int32[R, W], `wanted` tokens long, after its first stop token.
 
-    Returns lengths, whether rows were stopped, and the remaining tokens.
+    Returns lengths, whether rows were stopped, and the remaining tokens of all rows, flat.
     """
     stopped = np.zeros(len(row_slots), np.bool_)
     num_new = wanted.astype(np.int32)

@@ -86,7 +86,10 @@ class Constraint:
         self._error = self._error or one_line(reason)
 
     def check(self) -> None:
-        """Drop failed matchers, with which llguidance would let the output end."""
+        """Drop failed matchers, with which llguidance would let the output end.
+
+        Sets `error` if no matcher or opening is left.
+        """
         failed = [] if self._error is not None else [each for each in self.matchers if each.is_error()]
         if failed:
             self.matchers = [each for each in self.matchers if each not in failed]
@@ -126,7 +129,7 @@ class Constraint:
         return tokens[:end]
 
     def _opens(self, token: int) -> bool:
-        """Advance the openings by a token; return whether one is complete, which suspends the constraint."""
+        """Advance the openings by a token; return whether one is complete: until a mark, the output is free."""
         text = b"" if token in self._eos_ids else self._bytes_of(token)
         self.openings = tuple(each[len(text) :] for each in self.openings if text and each.startswith(text))
         if b"" not in self.openings:

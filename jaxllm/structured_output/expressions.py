@@ -151,7 +151,10 @@ class _Writer:
     def _edge_of(
         parts: Sequence[tuple[str, Any]], names: tuple[str, ...], flags: int, edge: _Edge
     ) -> tuple[str, _Edge]:
-        """Return the expression to insert at one end of a sequence, and the context there."""
+        """Return the expression to insert at one end of a sequence, and the context there.
+
+        `parts` are its anchors and the next part, `names` the anchors of this end.
+        """
         if edge is not _Edge.OPEN:
             return "", edge
         asserted = [str(value) for op, value in parts if op == "AT" and str(value) in names]

@@ -421,7 +421,8 @@ def _searched(
 ):
     """Return the largest bound with at least `wanted` tokens or mass above it, and the listed mass above it.
 
-    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins.
+    Searches tokens of bins `first` to `last` not below `least`, with `above` beyond these bins. With BY_MASS the mass
+    is 0.
     """
     lowest = tl.full((BL,), _MOST_INT, tl.int32)
     highest = tl.full((BL,), _LEAST_INT, tl.int32)

@@ -15,7 +15,7 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 with
 
 
 def check_uds(path: str, flag: str) -> None:
-    """Remove a dead process's socket file; raise UserError if a server listens on it."""
+    """Remove a dead process's socket file; raise UserError if a server listens on it; leave other files."""
     if not Path(path).is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -19,7 +19,7 @@ class AnswerSize:
         return _most(max_model_len) - self._num_values - self.copies * prompt
 
     def add(self, prompt: int, output: int, max_model_len: int) -> None:
-        """Count a call's log-probabilities; raise UserError beyond the limit."""
+        """Add numbers of log-probabilities, of a call's prompt and all outputs; raise UserError beyond the limit."""
         self._num_values += self.copies * prompt + output
         most = _most(max_model_len)
         if self._num_values > most:

@@ -29,7 +29,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def check_messages(messages: Sequence[Any], max_model_len: int, max_tokens: int) -> None:
-    """Refuse more messages than the context has tokens, or than are rendered quickly."""
+    """Refuse more messages than `max_tokens`, or than are rendered quickly; `max_model_len` is for the error."""
     if len(messages) > max_tokens:
         raise too_long(max_model_len, len(messages), None, is_bound=True)
     if len(messages) > MOST_MESSAGES:

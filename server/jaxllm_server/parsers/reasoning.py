@@ -214,7 +214,10 @@ class ReasoningTokens:
         self._is_counting = end_id is not None
 
     def count(self, ids: Sequence[int], is_reasoning: bool) -> int:
-        """Count tokens before the end tag; without one, all if `is_reasoning`, else 0."""
+        """Count new tokens before the end tag; without one, all if `is_reasoning`, else 0.
+
+        Calls after the tag return 0.
+        """
         if not self._is_counting:
             return 0
         before = list(takewhile(lambda token: token != self._end_id, ids))
