@@ -111,7 +111,7 @@ def check(folder: Path, declared: Params[Weight]) -> None:
 def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLike, progress: bool) -> Params[Array]:
     """Restore weights as arrays of `dtype`, a layer at a time.
 
-    Each device reads its piece of each part, rounded once; weights to quantize are float32.
+    Each device reads its piece of each part, rounded once; weights to quantize are read as float32, then quantized.
     """
     check(folder, declared)
     dtype = jnp.dtype(dtype)

@@ -21,7 +21,7 @@ def add_output(parser: argparse.ArgumentParser, has_plot: bool = True) -> None:
 
 
 def check_output(options: Mapping[str, Any]) -> None:
-    """Raise `UserError` if results cannot be written or plotted."""
+    """Raise `UserError` if the folder of results does not exist, or they cannot be plotted."""
     for name in ("output_json", "plot"):
         path = options.get(name)
         if path is not None and not Path(path).expanduser().absolute().parent.is_dir():

@@ -234,7 +234,7 @@ class EngineCore:
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
 
     def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
-        """Pass a committed step to features; end its requests if one raises."""
+        """Pass a committed step to features; if one raises, end those of its requests that the feature serves."""
         ended: list[SequenceGroup] = []
         for feature in self.features.taking_in:
             try:

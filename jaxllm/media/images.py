@@ -30,7 +30,7 @@ def pillow() -> Any:
 
 
 def decode(data: bytes, name: str, parameter: str = "messages") -> Image:
-    """Return a file's image, rotated by its EXIF orientation; raise UserError, naming `name`, if it is invalid."""
+    """Return a file's image, mode kept, rotated by its EXIF data; raise UserError, naming `name`, if it is invalid."""
     if len(data) > MOST_BYTES:
         raise UserError(f"{name} has {len(data)} bytes; an image may have {MOST_BYTES}. Send a smaller one.", parameter)
     module = pillow()

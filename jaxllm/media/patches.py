@@ -68,7 +68,7 @@ class PatchProcessor(Processor):
         return wide, high
 
     def pixels(self, image: Image) -> np.ndarray:
-        """Return an RGB image's patches: those of a token follow each other, tokens are in rows."""
+        """Resize and normalize an RGB image; return float32[patches, values]: a token's adjacent, tokens in rows."""
         wide, high = self.resized(*image.size)
         values = np.asarray(image.resize((wide, high), resample=self.resample))
         rows, columns, size = high // self.side, wide // self.side, self.patch**2

@@ -97,7 +97,7 @@ class Setup:
 
     @property
     def media_units(self) -> int:
-        """Units for embeddings of eight images of usual size, of two of any, and of two steps."""
+        """Most units of `MEDIA_UNIT` embeddings that eight images of usual size, two of any, or two steps have."""
         if self.processor is None:
             return 0
         each = -(-self.processor.most_tokens // MEDIA_UNIT)

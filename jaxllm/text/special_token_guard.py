@@ -99,7 +99,7 @@ class SpecialTokens:
         return places
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text with special tokens; raise `UserError` if plain text becomes one."""
+        """Encode a text, special tokens spelled in it as such; raise `UserError` if other text becomes one."""
         encoding = encoding_of(self._backend, text)
         ids = encoding.ids
         spelled: set[tuple[int, str]] = set()

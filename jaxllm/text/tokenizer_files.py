@@ -220,7 +220,7 @@ def _token_fields(token: Any) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return chat templates by name; files precede tokenizer_config.json."""
+    """Return chat templates by name: those in files, else those of tokenizer_config.json."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
     if single is not None:

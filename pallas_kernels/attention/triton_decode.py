@@ -1,6 +1,6 @@
 """Paged decode attention for NVIDIA GPUs in Triton: a program per piece and KV head.
 
-Reads beyond the end repeat the last key: unwritten blocks may hold NaN.
+Reads beyond the end repeat the last key: unwritten blocks may hold NaN. SCALE includes log2(e).
 """
 
 # pyright: reportMissingImports=false

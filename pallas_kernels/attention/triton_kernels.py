@@ -1,6 +1,7 @@
 """Paged prefill attention for NVIDIA GPUs in Triton.
 
-A tile stacks the queries of heads that share keys. Online softmax in base 2 (Dao 2023, arXiv:2307.08691).
+A tile stacks the queries of heads that share keys. Online softmax in base 2 (Dao 2023, arXiv:2307.08691): SCALE
+includes log2(e).
 """
 
 # pyright: reportMissingImports=false

@@ -1,6 +1,6 @@
 """Latent attention for NVIDIA GPUs in Triton: all heads share one key; its prefix is the value.
 
-A key is V latent and R rotated coordinates (DeepSeek-V2, 2024, §2.1: 512 and 64).
+A key is V latent and R rotated coordinates (DeepSeek-V2, 2024, §2.1: 512 and 64). SCALE includes log2(e).
 """
 
 # pyright: reportMissingImports=false

@@ -64,7 +64,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
 
 
 def deal(turns: Array) -> tuple[Array, Array]:
-    """Assign rows that need `turns` [B] iterations to lanes: row indices i32[D, W], and end iterations [D, W].
+    """Assign rows that need `turns` [B] iterations to W lanes: row indices i32[D, W], and end iterations [D, W].
 
     Longest first, alternating the lane order. Empty places have index B.
     """

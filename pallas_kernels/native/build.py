@@ -115,7 +115,7 @@ def loaded(folder: Path, flags: Sequence[str] = FLAGS) -> ctypes.CDLL:
 def kept(folder: Path, name: str, command: list[str], sources: Sequence[Path], says: Sequence[str]) -> Path:
     """Return the path of a library, built unless cached; raise `Refused` if the build fails.
 
-    The key omits header folders: virtual environments share libraries.
+    The key omits header folders, so that virtual environments share libraries, and sources: `says` has their digest.
     """
     flags = [flag for flag in command if not flag.startswith("-I")]
     depends = [*says, *flags, run_command([command[0], "--version"]), importlib.metadata.version("jaxlib")]
@@ -139,7 +139,7 @@ def _own(folder: Path) -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Return whether only this user or root can write a path."""
+    """Return whether a path is this user's or root's, and no others can write to it; parents are not checked."""
     try:
         found = path.stat()
     except OSError:

@@ -78,7 +78,7 @@ class Serving:
     def check_room(self, client: str, pools: bool | None = None) -> None:
         """Raise if the client has no quota left or the queue is full, before the body is read.
 
-        `pools`: the request is for pooling; None if unknown.
+        `pools`: the request is for pooling, refused by a model that generates, or the reverse; None if unknown.
         """
         self.shares.check(client)
         self.engine.check_room()

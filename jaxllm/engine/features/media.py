@@ -165,7 +165,7 @@ class Images(Feature):
         step.side["media"] = places
 
     def _turned(self, plan: Plan) -> np.ndarray | None:
-        """Return the rotary positions of tokens after images, int32[3 or 1, T]; None: all equal places."""
+        """Return rotary positions of tokens after images, int32[3, T], or [1, T] of decodes; None: all equal places."""
         if not self._has_grids[plan.slots].any():
             return None
         own = token_places(plan) + np.repeat(self._shifts[plan.slots], plan.lengths)

@@ -270,7 +270,7 @@ def _stop_of(part: Part | None) -> tuple[str, str | None]:
 
 
 def _input_of(arguments: str, max_depth: int) -> dict[str, Any]:
-    """Parse arguments; invalid JSON becomes {"INVALID_JSON": text}, which clients return to the model.
+    """Parse arguments, {} if empty; invalid JSON becomes {"INVALID_JSON": text}, which clients return to the model.
 
     https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/fine-grained-tool-streaming
     """

@@ -175,7 +175,7 @@ class ChatReply:
         return {"choices": [], "usage": usage_fields(self._usage, self.form)} if self.form.include_usage else None
 
     def _add_usage(self, tail: dict[str, Any], chunk: Chunk, place: int) -> None:
-        """Add the usage to an event's `tail`, if requested, without the chunk's parts from `place` on."""
+        """Add requested usage to an event's `tail`, without the chunk's parts from `place` on; null if due last."""
         if self.form.continuous_usage:
             tail["usage"] = usage_fields([usage_without(chunk.usage, chunk.outputs[place:])], self.form)
         elif self.form.include_usage:

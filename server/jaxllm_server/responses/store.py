@@ -49,7 +49,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def put(self, client: str, response_id: str, stored: StoredResponse) -> None:
-        """Store a response; ignore one larger than the store."""
+        """Store a response, unless larger than the store; if full, evict the largest client's least recently used."""
         self.delete(client, response_id)
         if stored.size > self._most:
             return
