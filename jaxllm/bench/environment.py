@@ -36,7 +36,7 @@ def describe(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of the checkout `folder`, with "-dirty" if modified, or None."""
+    """Return the commit of the checkout that tracks the package `folder`, with "-dirty" if modified, or None."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         is_tracked = subprocess.run([*command[:3], "ls-files", "--error-unmatch", "__init__.py"], capture_output=True)

@@ -38,7 +38,7 @@ def check(path: str) -> None:
 
 
 def plot(result: Mapping[str, Any], path: str) -> None:
-    """Plot a result to a .png or .html file.
+    """Plot a result's samples and timeline, if any, to a .png or .html file.
 
     `result["timeline"]` has lists of equal length: seconds, running and waiting requests, kv_usage (share), and
     cumulative generated_tokens and compilations. Raises `UserError` for another suffix, or without matplotlib or data.

@@ -84,7 +84,7 @@ def highest_rank(folder: Path) -> int:
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:
-    """Return outputs and inputs of adaptable modules by name without prefix."""
+    """Return outputs and inputs of adaptable modules by name, such as "layers.0.self_attn.q_proj"."""
     sizes: dict[str, tuple[int, int]] = {}
     for _, layer, weight in _products(spec, UNDIVIDED):
         names = _names(weight, family, layer)

@@ -53,7 +53,7 @@ class Matrix:
     zeros: Callable[[int | None, np.ndarray], np.ndarray] | None
 
     def view(self, side: Side, expert: int | None, groups: int) -> View:
-        """Return a view of one side, with scales and zeros for `groups` groups, each within a stored one."""
+        """Return a view of values, scales, zeros or floats; scales and zeros for `groups`, each within a stored one."""
         rows, columns = self.shape[-2:]
         if side == "floats":
             return View((rows, columns), 4 * columns, lambda some, of: self._floats(expert, some, of))

@@ -132,7 +132,7 @@ def _describe_device(device: dict[str, Any]) -> str:
 
 
 def _cache(folder: Path) -> dict[str, Any]:
-    """Count programs: JAX's files end in "-cache", jaxllm's in ".program"."""
+    """Report a folder's programs, bytes and if it is writable; JAX's files end in "-cache", jaxllm's in ".program"."""
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return {

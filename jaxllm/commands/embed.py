@@ -114,8 +114,8 @@ Lines = Callable[..., Iterator[Line]]
 def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> Lines:
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
-    `see` receives raw lines. `field` is the text's key in JSON lines. Iteration raises `UserError` for an invalid line,
-    or an empty one unless `skip_empty`.
+    `see` receives raw lines. `field` is the text's key in JSON lines; None: "text" in JSON lines, else whole lines.
+    Iteration raises `UserError` for an invalid line, or an empty one unless `skip_empty`.
     """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")

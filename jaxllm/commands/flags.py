@@ -68,7 +68,7 @@ def given(options: Mapping[str, Any], cls: type) -> dict[str, Any]:
 
 
 def _add_hidden(group: argparse._ArgumentGroup, name: str, action: type[argparse.Action], taken: Sequence[Any]) -> None:
-    """Add a flag of vLLM; `taken` are accepted values, default first."""
+    """Add a hidden flag of vLLM; `action` accepts all values, or only `taken`, default first."""
     flag = flag_of(name, EngineConfig)
     is_switch = isinstance(taken[0], bool)
     names = (flag, "--no-" + flag[2:]) if is_switch else (*_SHORT.get(name, ()), flag)
@@ -170,7 +170,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """Parse an integer; suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
+    """Parse an integer, never a fraction; suffixes k, m, g, t are decimal, K, M, G, T binary, as in vLLM."""
     match = re.fullmatch(r"([+-]?\d+)([kmgtKMGT]?)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer (1k is 1000, 1K is 1024)")

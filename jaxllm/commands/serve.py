@@ -40,7 +40,7 @@ def add(commands: Subparsers) -> None:
 
 
 def _add_habits(group: argparse._ArgumentGroup) -> None:
-    """Accept flags of vLLM whose effect is a default, or another flag's, here."""
+    """Accept flags of vLLM that ask for a default here, or set another flag's field."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     group.add_argument(
         "--enable-auto-tool-choice",

@@ -74,7 +74,7 @@ class VectorFile:
         new.replace(self._note)
 
     def _read_note(self) -> tuple[int, int]:
-        """Return complete rows and bytes; raise `UserError` if texts or model have changed."""
+        """Return complete rows and bytes of an existing note; raise `UserError` if texts or model have changed."""
         try:
             note = json.loads(self._note.read_text(encoding="utf-8"))
             changed = [name for name, value in self._job.items() if note[name] != value]

@@ -271,7 +271,7 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
 def check_allows_a_token(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], eos_token_ids: Collection[int]
 ) -> None:
-    """Raise UserError if the parameters forbid every token in the first position."""
+    """Raise UserError if bad words and `min_tokens` forbid all `allowed_token_ids` in the first position."""
     if params.allowed_token_ids is None:
         return
     left = set(params.allowed_token_ids).difference(word[0] for word in bad_words if len(word) == 1)

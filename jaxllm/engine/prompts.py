@@ -37,7 +37,7 @@ def parts_of(prompt: Prompt, also: str | None = None) -> tuple[str | None, Seque
 
 
 def _salt(salt: Any) -> bytes:
-    """Encode a salt; refuse an empty one, which would share unsalted blocks."""
+    """Encode a salt; refuse None, and an empty text, which would share unsalted blocks."""
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()

@@ -258,7 +258,7 @@ class StreamingEngine:
             stream.needs.cancel()
 
     async def _wait_for(self, needed: asyncio.Future[Any], queued: Any, stream: Stream) -> Any:
-        """Wait for `needed` or the request's end; return the request, perhaps changed."""
+        """Wait for `needed` or the request's end; return its result, else `queued`; raise the stream's error."""
         stream.needs = needed
         self._num_preparing += queued.num_sequences
         try:

@@ -89,7 +89,7 @@ def _describe(shape: tuple[int, ...], dtype: Any, axes: tuple[str | None, ...], 
 
 
 def rounded(x: Any, scheme: Scheme, numpy: Any = jnp) -> tuple[Any, Any]:
-    """Quantize rows `x` [O, D] float32 without zeros; return values and scales [O, G]."""
+    """Quantize rows `x` [O, D] float32 without zeros; return values (4-bit ones packed) and scales [O, G]."""
     rows = len(x)
     x = x if scheme.group is None else x.reshape(-1, scheme.group)
     if scheme.kind == "int8":

@@ -316,7 +316,8 @@ def pack_masks(
 ) -> np.ndarray:
     """Pack the input of a step's second part, int32[num_places, columns + V / 32].
 
-    `masks`, int32[R, V / 32], have a bit per allowed token; valid where `is_masked`, bool[R].
+    `masks`, int32[R, V / 32], have a bit per allowed token; valid where `is_masked`, bool[R]. With `of_tokens` each
+    token has a place, and a row's mask is at its last.
     """
     at = places(plan, of_tokens)
     buffer = np.zeros((num_places, len(MASK_COLUMNS) + masks.shape[1]), np.int32)

@@ -430,7 +430,7 @@ def _verify(
     table: list[np.ndarray],
     may_draft: bool,
 ) -> tuple[int, np.ndarray]:
-    """Add drafts to the rows of a plan; return their number and the rows' new lengths.
+    """Add drafts to the rows of a plan; return their total and the rows' new lengths.
 
     No drafts if a row must not draft, or with prompt chunks: drafts pay least with many requests.
     """

@@ -46,7 +46,7 @@ def columns(limits: Limits, indices: range) -> range:
 def cut(
     limits: Limits, digests: Sequence[bytes], hits: list[int], find: Callable[[bytes], int | None]
 ) -> tuple[list[int], list[int]]:
-    """Cut a cached prefix until the second group has the blocks in its window; return both groups' blocks."""
+    """Cut a cached prefix until the second group has the blocks in its window; return the first group's, and those."""
     wanted, end = covered(limits), len(hits)
     near: list[int] = []
     at = end

@@ -161,7 +161,7 @@ def _begins_surrogate(rest: bytes) -> bool:
 
 
 def _settle_run(state: Detokenizer, strip: str) -> str:
-    """Return the text of a run that has ended; if it is not UTF-8, U+FFFD per byte, as `ByteFallback`."""
+    """Return an ended run's text after the prompt's bytes; if it is not UTF-8, U+FFFD per byte, as `ByteFallback`."""
     run = b"".join(state.run)
     try:
         text = run.decode()

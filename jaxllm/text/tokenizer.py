@@ -238,8 +238,8 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
-        As long as `num_tokens` + 64 longest tokens. The tokens may be wrong, or fewer, only if a word is longer than 64
-        longest tokens, or many characters map to one token or to nothing.
+        As long as `num_tokens` + 64 of the vocabulary's longest tokens. The tokens may be wrong, or fewer, only if a
+        word is longer than 64 longest tokens, or many characters map to one token or to nothing.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]

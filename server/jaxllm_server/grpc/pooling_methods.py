@@ -26,7 +26,7 @@ class PoolingMethods(Servicer):
         return pooling_messages.embedding_of(request_id, model, result)
 
     async def StreamEmbed(self, requests: AsyncIterator[inference_pb2.EmbedRequest], context: ServicerContext) -> None:
-        """Stream each request's embedding; read requests as the queue has room."""
+        """Stream each request's embedding or error, in any order; read requests as the queue has room."""
         client, model = self._client_of(context), self._serving.names[0]
 
         async def read(request: inference_pb2.EmbedRequest) -> PoolCall:

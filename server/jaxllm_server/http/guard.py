@@ -151,7 +151,7 @@ def _authority(origin: bytes) -> bytes | None:
 
 
 def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
-    """Return Authorization or x-api-key; both may be sent with equal keys."""
+    """Return Authorization, or x-api-key in its form; both may be sent with equal keys."""
     values = headers.get(b"authorization", [])
     keys = [b"Bearer " + value for value in headers.get(b"x-api-key", [])]
     given = keys if values == keys else values + keys

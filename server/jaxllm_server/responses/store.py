@@ -60,7 +60,7 @@ class ResponseStore:
             self.delete(largest, next(iter(self.kept[largest])))
 
     def get(self, client: str, response_id: str) -> StoredResponse:
-        """Return a client's response; raise LostError without it."""
+        """Return a client's response, not marked as used; raise LostError without it."""
         stored = self.kept.get(client, {}).get(response_id)
         if stored is None:
             raise LostError(response_id)

@@ -176,7 +176,7 @@ class Adapters:
             self._kept.popitem(last=False)
 
     def _language_of(self, folder: Path) -> Language:
-        """Return a folder's language, shared by equal files."""
+        """Return a folder's language, shared by equal files; the model's without tokenizer and template."""
         templates = read_chat_templates(folder)
         brings = not self._config.skip_tokenizer_init and has_tokenizer(folder)
         if not brings and not templates:

@@ -166,7 +166,7 @@ class Producer:
 
 
 def _run_in(pool: ThreadPoolExecutor, behavior: Callable[[bytes, grpc.ServicerContext], bytes]) -> Any:
-    """Return a method that gRPC runs in `pool`, not in the server's."""
+    """Return `behavior` as a function that gRPC runs in `pool`, not in the server's."""
 
     def answer(packed: bytes, context: grpc.ServicerContext) -> bytes:
         return behavior(packed, context)
