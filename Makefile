@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run lines test test-ci test-slow test-optimized fuzz soak overload simulate release check prose format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
+.PHONY: help run lines features test test-ci test-slow test-optimized fuzz soak overload simulate release check prose format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -78,7 +78,7 @@ lines: $(VENV)/.dev  ## lines of code by room, without comments and docstrings
 features: $(VENV)/.dev  ## which files know each row feature; AGAINST=COMMIT counts those of a commit
 	$(VENV)/bin/python -m tests.support.features $(if $(AGAINST),--against $(AGAINST))
 
-format: $(VENV)/.dev
+format: $(VENV)/.dev  ## format all files, and mend what ruff can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -141,7 +141,7 @@ train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten
 	$(VENV)/bin/python -m training.train_eagle --out jaxllm/embedded/eagle --seed 0
 	$(VENV)/bin/python -m training.evaluate_eagle
 
-clean:
+clean:  ## delete environments, caches and builds
 	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(RAY_VENV) .cache build *.egg-info
 
 $(NODE_MODULES): tests/clients/node/package-lock.json

@@ -452,3 +452,9 @@ def test_a_slow_regex_would_be_found() -> None:
     started = time.process_time()
     re.search(r"x(a+)+b", "x" + "a" * 18 + "\x00")
     assert slow > 4 * (time.process_time() - started)
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)[0].split()
+    assert sorted(re.findall(r"^([a-z][a-z-]*):.*  ## .+$", text, re.MULTILINE)) == sorted(phony)

@@ -52,7 +52,7 @@ def _fits(field: Any, value: Any) -> bool:
 
 def _is_scalar(field: Any, value: object) -> bool:
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return isinstance(value, str)
+        return isinstance(value, bytes if field.type == FieldDescriptor.TYPE_BYTES else str)
     return isinstance(value, bool) == (field.cpp_type == FieldDescriptor.CPPTYPE_BOOL)
 
 
@@ -63,6 +63,8 @@ def _expected(field: Any) -> str:
         return "a mapping of names to JSON values"
     if field.message_type is not None:
         return "a mapping of token ids to numbers"
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return "the bytes of a file"
     one, many = {
         FieldDescriptor.CPPTYPE_BOOL: ("True or False", "flags"),
         FieldDescriptor.CPPTYPE_DOUBLE: ("a number", "numbers"),

@@ -49,6 +49,7 @@ _PAUSE_MODES = {
 }
 _MANY_TO_GENERATE = "make a call for each prompt, and chat() for messages."
 _MANY_TO_POOL = "make a call for each prompt; stream_embed() takes many."
+_PART_FIELDS = {"text": "text", "image_url": "image.url", "image": "image.data"}
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
@@ -337,13 +338,16 @@ def _parts(where: str, parts: object) -> Iterator[types_pb2.ContentPart]:
     if isinstance(parts, Mapping) or not isinstance(parts, Sequence):
         raise UserError(f"{where} must be a text or a list of parts, got {shown(parts)}.", where, parts)
     for number, given in enumerate(parts):
-        if not isinstance(given, Mapping) or given.get("type", "text") != "text" or "text" not in given:
-            kind = given.get("type") if isinstance(given, Mapping) else None
-            expected = "{'type': 'text', 'text': ...}: only text can be sent"
-            message = f"{where}[{number}] must be {expected}, got {shown(kind or given)}."
-            raise UserError(message, f"{where}[{number}]", given)
+        name = f"{where}[{number}]"
+        kind = given.get("type", "text") if isinstance(given, Mapping) else None
         part = types_pb2.ContentPart()
-        set_field(part, "text", f"{where}[{number}].text", given["text"])
+        if not isinstance(given, Mapping) or kind not in _PART_FIELDS or kind not in given:
+            expected = "a part of type text, image_url (a URL) or image (a file's bytes) with a field of that name"
+            raise UserError(f"{name} must be {expected}, got {shown(kind or given)}.", name, given)
+        value = given[kind]
+        if kind == "image_url" and isinstance(value, Mapping):
+            value = value.get("url")
+        set_field(part, _PART_FIELDS[kind], f"{name}.{kind}", value)
         yield part
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.value_types import types_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -49,7 +50,7 @@ def _salt(salt: Any) -> bytes:
 def checked_ids(ids: Any, vocab_size: int) -> list[int]:
     """Return valid ids as a list; raise UserError before numpy could wrap 2**32 + 5 to a valid id."""
     plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-    if set(map(type, plain)) != {int}:
+    if types_of(plain) != {int}:
         for token in plain:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise UserError(f"A token id must be an integer, got {token!r}.", "prompt")

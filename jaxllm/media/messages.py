@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.media.image_part import ImagePart
+from jaxllm.media.image_part import ImagePart, path_of
+from jaxllm.media.images import decode
 from jaxllm.media.placeholders import expanded
 from jaxllm.media.processor import Prepared, Processor
 from jaxllm.media.sources import Sources
@@ -20,8 +21,8 @@ def take_images(
     """Return messages with an `ImagePart` for each image, and the preprocessed images, in order.
 
     An image is a content part {"type": "image_url", "image_url": {"url": …}} ("detail" is ignored), or {"type":
-    "image", "image": …} with a PIL image. Decoding one after the other bounds the memory. Raises UserError, naming the
-    part, for invalid ones and more than `most`.
+    "image", "image": …} with a PIL image or a file's bytes. Decoding one after the other bounds the memory. Raises
+    UserError, naming the part, for invalid ones and more than `most`.
     """
     images: list[Prepared] = []
     if processor is None:
@@ -33,7 +34,7 @@ def take_images(
         for at, part in enumerate(parts):
             if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
                 continue
-            name = f"messages[{index}].content[{at}]"
+            name = path_of(part, f"messages[{index}].content[{at}]")
             if len(images) == most:
                 raise UserError(f"{name}: a request may have {most} images (limit_mm_per_prompt).", "messages")
             images += processor.prepare([_image_of(part, name, sources)], name, "messages", images)
@@ -53,6 +54,7 @@ def with_images(prompt: dict[str, Any], images: Sequence[Prepared], processor: P
 
 def _image_of(part: Mapping[str, Any], name: str, sources: Sources) -> Any:
     if part["type"] == "image" and part.get("image") is not None:
-        return part["image"]
+        image = part["image"]
+        return decode(image, name) if isinstance(image, bytes) else image
     given = part.get("image_url")
     return sources.read(given.get("url") if isinstance(given, Mapping) else given, f"{name}.image_url")

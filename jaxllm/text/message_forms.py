@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm.media.image_part import ImagePart
+from jaxllm.media.image_part import ImagePart, path_of
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
 # JSON's names of wrong content parts.
@@ -133,7 +133,7 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
         kind = part.get("type", "text") if isinstance(part, Mapping) else _KINDS.get(type(part), "array")
         if kind != "text":
             raise UnsupportedError(
-                f"{name}.content[{at}] is a part of type {kind!r}, which this model does not read.",
+                f"{path_of(part, f'{name}.content[{at}]')} is a part of type {kind!r}, which this model does not read.",
                 "messages",
                 kind,
             )

@@ -180,7 +180,16 @@ def test_a_conversation_is_sent_whole() -> None:
     request = chat_request(
         [
             {"role": "system", "content": ""},
-            {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "1 + 1?"}]},
+            {
+                "role": "user",
+                "name": "Ann",
+                "content": [
+                    {"type": "text", "text": "1 + 1?"},
+                    {"type": "image_url", "image_url": {"url": "file:///a.png"}},
+                    {"type": "image_url", "image_url": "data:"},
+                    {"type": "image", "image": b"\0\1"},
+                ],
+            },
             {
                 "role": "assistant",
                 "content": None,
@@ -202,7 +211,16 @@ def test_a_conversation_is_sent_whole() -> None:
         "chat": {
             "messages": [
                 {"role": "system", "content": ""},
-                {"role": "user", "name": "Ann", "parts": [{"text": "1 + 1?"}]},
+                {
+                    "role": "user",
+                    "name": "Ann",
+                    "parts": [
+                        {"text": "1 + 1?"},
+                        {"image": {"url": "file:///a.png"}},
+                        {"image": {"url": "data:"}},
+                        {"image": {"data": "AAE="}},
+                    ],
+                },
                 {
                     "role": "assistant",
                     "reasoning_text": "add",
@@ -288,6 +306,12 @@ def test_a_bad_prompt_is_named(prompt: Any) -> None:
         ([{"role": 5, "content": "Hi"}], {}, "messages[0].role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], {}, "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image", "image": "a"}]}], {}, "messages[0].content[0].image"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            {},
+            "messages[0].content[0].image_url",
+        ),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], {}, "messages[0].tool_calls[0]"),
         ([], {"tools": [object()]}, "tools"),
         ([], {"tool_choice": "always"}, "tool_choice"),

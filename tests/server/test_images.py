@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from jaxllm.client import Client
 from jaxllm.config import EngineConfig
+from jaxllm.errors import UserError
 from jaxllm_server.shared.options import ServerOptions
 from tests.support.server_thread import ServerThread
 from tests.support.sizes import SLOTS
@@ -40,6 +43,19 @@ def post(site: ServerThread, path: str, body: dict[str, Any]) -> tuple[int, Any]
     return answer.status_code, answer.json()
 
 
+def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def input_text(text: str) -> dict[str, Any]:
+    return {"type": "input_text", "text": text}
+
+
+def grpc_chat(site: ServerThread, parts: list[dict[str, Any]]) -> str:
+    with Client(site.target) as client:
+        return client.chat(message(*parts), temperature=0, max_tokens=8).text
+
+
 def chat(site: ServerThread, *urls: Any, text: str = "What is it?") -> tuple[int, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
@@ -64,8 +80,41 @@ def test_an_image_gives_the_same_answer_in_every_form(site: ServerThread) -> Non
     assert status == 200 and answer["message"]["content"] == text, answer
     status, answer = post(site, "/api/generate", {"prompt": "What is it?", "images": [data], "options": options})
     assert status == 200 and answer["response"] == text, answer
+    parts = [{"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "low"}]
+    own = {"temperature": 0, "max_output_tokens": 8}
+    status, answer = post(site, "/v1/responses", own | {"input": message(*parts, input_text("What is it?"))})
+    assert status == 200 and answer["output"][0]["content"][0]["text"] == text, answer
+    given = httpx.get(f"{site.url}/v1/responses/{answer['id']}/input_items").json()["data"][0]["content"][0]
+    assert given == parts[0] | {"file_id": None}
+    for given in ({"image_url": {"url": parts[0]["image_url"]}}, {"image": base64.b64decode(data)}):
+        asked = [{"type": next(iter(given)), **given}, {"type": "text", "text": "What is it?"}]
+        assert grpc_chat(site, asked) == text
     assert site.server.engine.metrics.images_encoded == 2
     assert site.server.engine.metrics.compilations_after_ready == 0
+
+
+def test_a_stored_conversation_keeps_its_image(site: ServerThread) -> None:
+    """As if all items were sent at once; in a compaction, too."""
+    own = {"temperature": 0, "max_output_tokens": 8}
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{stored(5)}"}
+    first = message(image, input_text("What is it?"))
+    begun = post(site, "/v1/responses", own | {"input": first})[1]
+    status, answer = post(site, "/v1/responses", own | {"input": "Sure?", "previous_response_id": begun["id"]})
+    assert status == 200, answer
+    whole = [*first, *begun["output"], {"role": "user", "content": "Sure?"}]
+    assert (
+        answer["output"][0]["content"] == post(site, "/v1/responses", own | {"input": whole})[1]["output"][0]["content"]
+    )
+    counted = post(site, "/v1/responses/input_tokens", {"input": whole})[1]["input_tokens"]
+    assert counted == answer["usage"]["input_tokens"] > 16
+    status, answer = post(site, "/v1/responses/compact", {"previous_response_id": begun["id"]})
+    assert status == 200 and answer["output"][0]["content"][0]["type"] == "input_image", answer
+    status, answer = post(site, "/v1/responses", own | {"input": [*answer["output"], *message(input_text("So?"))]})
+    assert status == 200, answer
+    follow = {"input": message(image, image), "previous_response_id": begun["id"]}
+    status, answer = post(site, "/v1/responses", follow)
+    assert status == 400 and answer["error"]["message"].startswith("input[0].content[1]: a request may have 2 images")
+    assert answer["error"]["param"] == "input"
 
 
 @pytest.mark.parametrize(
@@ -84,4 +133,13 @@ def test_a_wrong_image_is_named(site: ServerThread, urls: list[Any], why: str) -
     error = answer["error"]
     assert status == 400 and why in error["message"] and error["param"] == "messages", answer
     assert f"messages[0].content[{len(urls) - 1}]" in error["message"]
+    parts = [{"type": "input_image", "image_url": url} for url in urls]
+    status, answer = post(site, "/v1/responses", {"input": message(*parts)})
+    error = answer["error"]
+    assert status == 400 and why in error["message"] and error["param"] == "input", answer
+    assert f"input[0].content[{len(urls) - 1}]" in error["message"]
+    if all(isinstance(url, str) for url in urls):
+        with pytest.raises(UserError, match=re.escape(f"chat.messages[0].parts[{len(urls) - 1}]")) as caught:
+            grpc_chat(site, [{"type": "image_url", "image_url": url} for url in urls])
+        assert why in str(caught.value) and caught.value.parameter == "messages"
     assert chat(site)[0] == 200

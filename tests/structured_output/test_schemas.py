@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import warnings
 from collections.abc import Iterator
 from decimal import Context, Decimal, setcontext
@@ -30,6 +31,7 @@ ATOMS = [
     *(r'[^<>:"/\\|?*]', r"[\w-]", r"[^\s\d]", r"\.", r"\\", '"', "x", "1", "/", r"[^\n]", r"[\x00-\x7f]", "[ -~]"),
     *("(?i:a)", r"[^\W_]", "[[]", "[a&&b]", r"[^\x00-\x1f]", "-"),
 ]  # fmt: skip
+MOST_SECONDS = 5.0  # of processor time for a verdict of jsonschema
 FORMATS = ["date", "ipv4", "uuid", "email", "password", "binary", "path", "x-vendor"]
 
 
@@ -284,11 +286,19 @@ def _accepts(drawing: Drawing, grammar: Grammar, text: str) -> bool:
 
 
 def _is_valid(judging: Any, value: Any) -> bool | None:
-    """Return the verdict of jsonschema; None for a schema with infinite recursion."""
+    """Return the verdict of jsonschema; None for infinite recursion, or a pattern whose backtracking takes too long."""
+    signal.signal(signal.SIGVTALRM, _on_late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
     try:
         return judging.is_valid(value)
-    except RecursionError:
+    except (RecursionError, TimeoutError):
         return None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _on_late(*_: Any) -> None:
+    raise TimeoutError
 
 
 def judge(drawing: Drawing, seed: int, num_outputs: int = 3) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import OverloadedError
+from jaxllm.value_types import types_of
 from jaxllm_server.access.client_quota import Bound
 from jaxllm_server.shared.options import ServerOptions
 
@@ -111,7 +112,7 @@ def size_of(document: Any) -> int:
             waiting += value.values()
         elif isinstance(value, list):
             num_bytes += sys.getsizeof(value)
-            if len(value) > _MANY_NUMBERS and set(map(type, value)) <= {int, float}:
+            if len(value) > _MANY_NUMBERS and types_of(value) <= {int, float}:
                 some = value[:: len(value) // _LOOKED_AT]
                 num_bytes += len(value) * sum(map(_size_of_number, some)) // len(some)
             else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.media.image_part import NamedPart
 from jaxllm_server.generation.calls import NamedTool, ToolChoice
 from jaxllm_server.generation.chat_checks import MOST_MESSAGES
 from jaxllm_server.requests.fields import Body
@@ -163,9 +164,9 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     source = block.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
         kind, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
-        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        return NamedPart(where, type="image_url", image_url=f"data:{kind};base64,{data}")
     if isinstance(source, dict) and source.get("type") == "url":
-        return {"type": "image_url", "image_url": {"url": _text(source, "url", f"{where}.source")}}
+        return NamedPart(where, type="image_url", image_url=_text(source, "url", f"{where}.source"))
     raise UserError(f"{where}.source must be an object whose type is base64 or url.", "messages")
 
 

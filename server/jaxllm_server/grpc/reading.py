@@ -17,6 +17,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from jaxllm.client.options import GENERATE_FIELDS, STREAM_FIELDS
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.media.image_part import NamedPart
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.generation.calls import Call, NamedTool, ToolChoice
@@ -204,10 +205,7 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
     if message.parts:
         if message.HasField("content"):
             raise UserError(f"{path} has content and parts: give one of them.", f"{path}.parts")
-        for i, part in enumerate(message.parts):
-            if part.WhichOneof("part") is None:
-                raise UserError(f"{path}.parts[{i}] is empty.", f"{path}.parts[{i}]")
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.parts]
+        plain["content"] = [_part_of(part, f"{path}.parts[{i}]") for i, part in enumerate(message.parts)]
     elif message.HasField("content"):
         plain["content"] = message.content
     else:
@@ -224,6 +222,18 @@ def _message_of(message: types_pb2.ChatMessage, path: str) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return plain
+
+
+def _part_of(part: types_pb2.ContentPart, path: str) -> dict[str, Any]:
+    kind = part.WhichOneof("part")
+    if kind == "text":
+        return {"type": "text", "text": part.text}
+    source = None if kind is None else part.image.WhichOneof("source")
+    if source is None:
+        raise UserError(f"{path} is empty.", path)
+    if source == "url":
+        return NamedPart(path, type="image_url", image_url=part.image.url)
+    return NamedPart(path, type="image", image=part.image.data)
 
 
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:

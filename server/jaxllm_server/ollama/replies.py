@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.media.image_part import NamedPart
 from jaxllm.sampling_fields import OLLAMA, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.generation.calls import Call, Chunk, Part, Timing
@@ -160,10 +161,13 @@ def _message_in(message: Mapping[str, Any], index: int, parameter: str = "messag
     images = message.get("images")
     if not images:
         return own
+    name = parameter if parameter == "images" else f"messages[{index}].images"
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        name = parameter if parameter == "images" else f"messages[{index}].images"
         raise UserError(f"{name} must be a list of images in base64.", parameter)
-    parts = [{"type": "image_url", "image_url": {"url": f"data:image/any;base64,{image}"}} for image in images]
+    parts = [
+        NamedPart(f"{name}[{at}]", type="image_url", image_url=f"data:image/any;base64,{image}")
+        for at, image in enumerate(images)
+    ]
     return own | {"content": [*parts, {"type": "text", "text": own.get("content") or ""}]}
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.value_types import types_of
 from jaxllm_server.requests.fields import Body, flag, mapping, one_of
 
 CONVERSATION = frozenset(
@@ -56,7 +57,7 @@ def _written_ids(fields: Body) -> list[int] | None:
     ids = fields.get("prompt_token_ids")
     if ids is None:
         return None
-    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
+    if not isinstance(ids, list) or types_of(ids) != {int}:
         raise UserError("prompt_token_ids must be a list of token ids.", "prompt_token_ids")
     for name in _OF_WRITING:
         if name in fields:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.value_types import types_of
 from jaxllm_server.generation.calls import Call, Chunk, Part, TokenUsage
 from jaxllm_server.openai.chat import logprobs_of
 from jaxllm_server.openai.replies import finish_reason, prompt_logprobs_of, transfer_fields, usage_fields
@@ -44,7 +45,7 @@ class GenerateReply:
         self.ignored: list[str] = []
         fields = given(body, _FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         ids = fields.get("token_ids")
-        if not isinstance(ids, list) or not ids or set(map(type, ids)) != {int}:
+        if not isinstance(ids, list) or not ids or types_of(ids) != {int}:
             raise UserError("token_ids must be a list of at least one token id.", "token_ids")
         params = given(mapping(fields, "sampling_params") or {}, _SAMPLING, {}, options.unknown_fields, self.ignored)
         num_logprobs = params.get("logprobs", 0 if params.get("logprob_token_ids") else None)

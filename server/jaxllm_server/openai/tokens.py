@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.value_types import types_of
 from jaxllm_server.generation.calls import Call
 from jaxllm_server.openai.conversation import CONVERSATION, conversation_of
 from jaxllm_server.requests.fields import Body, flag, text
@@ -41,6 +42,6 @@ def detokenize_request_of(
     """Return the model's name and unchecked token ids."""
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
-    if not isinstance(tokens, list) or set(map(type, tokens)) - {int}:
+    if not isinstance(tokens, list) or types_of(tokens) - {int}:
         raise UserError("tokens must be a list of token ids.", "tokens")
     return text(fields, "model") or "", tokens

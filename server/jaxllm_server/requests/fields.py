@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm.checks import INT32_MAX
 from jaxllm.errors import UserError
+from jaxllm.value_types import types_of
 
 Body = Mapping[str, Any]
 SHOWN_NAME = 64  # characters in errors
@@ -55,7 +56,7 @@ def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
         raise UserError(f"{name} is missing: give a string, a list of strings, or token ids.", name)
     if isinstance(value, str):
         return [value]
-    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    kinds = types_of(value) if isinstance(value, list) else set()
     if kinds == {int}:
         return [value]
     if kinds not in ({str}, {list}):
@@ -63,7 +64,7 @@ def prompts_of(fields: Body, name: str, most: int) -> list[str | list[int]]:
         raise UserError(message, name)
     if len(value) > most:
         raise UserError(f"{name} may hold at most {most} prompts, got {len(value)}.", name)
-    if kinds == {list} and any(set(map(type, ids)) - {int} for ids in value):
+    if kinds == {list} and any(types_of(ids) - {int} for ids in value):
         raise UserError(f"{name} must hold token ids only, or strings only.", name)
     return value
 

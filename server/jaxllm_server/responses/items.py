@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jaxllm.errors import UnsupportedError, UserError
+from jaxllm.media.image_part import NamedPart
 
 Item = Mapping[str, Any]
 
@@ -18,7 +19,9 @@ _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _LISTS = ("content", "output", "summary")
-_UNREADABLE = ("input_image", "input_file", "input_audio")
+_IMAGE = "input_image"
+_UNREADABLE = ("input_file", "input_audio")
+_DETAILS = ("auto", "low", "high", "original")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
 _SHOWN = 64  # characters in errors
@@ -46,7 +49,8 @@ def references_of(given: Any) -> set[str]:
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
     """Parse `input`; `kept` are the stored items it references.
 
-    Raises UserError naming the item, or UnsupportedError for items and parts not made of text.
+    Images stay URLs, read when the prompt is built. Raises UserError naming the item, or UnsupportedError for items and
+    parts that no model here reads.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -68,22 +72,31 @@ def num_characters(items: Iterable[Item]) -> int:
     for item in items:
         texts = item.get("arguments", ""), item.get("encrypted_content", "")
         for value in (*texts, *(item.get(name, ()) for name in _LISTS)):
-            count += len(value) if isinstance(value, str) else sum(len(part["text"]) for part in value)
+            count += len(value) if isinstance(value, str) else sum(map(_length_of, value))
     return count
 
 
-def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Convert items to chat messages; consecutive reasoning, text and calls form one message."""
+def has_images(items: Iterable[Item]) -> bool:
+    contents = (item.get(name) for item in items for name in ("content", "output"))
+    return any(part["type"] == _IMAGE for parts in contents if isinstance(parts, list) for part in parts)
+
+
+def messages_of(items: Iterable[Item], num_before: int = 0) -> list[dict[str, Any]]:
+    """Convert items to chat messages; consecutive reasoning, text and calls become one message.
+
+    The first `num_before` items are of earlier requests.
+    """
     messages: list[dict[str, Any]] = []
-    for item in items:
+    for index, item in enumerate(items, -num_before):
+        path = f"input[{index}]" if index >= 0 else f"the stored item {item['id'][:_SHOWN]}"
         if item["type"] == "compaction":
             messages.append({"role": "assistant", "content": _SUMMARY + unpacked(item["encrypted_content"])})
         elif item["type"] == "function_call_output":
-            content = _chat_content(item["output"])
+            content = _chat_content(item["output"], f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif item["type"] == "message" and item["role"] != "assistant":
             role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _chat_content(item["content"])})
+            messages.append({"role": role, "content": _chat_content(item["content"], f"{path}.content")})
         else:
             _add_to_answer(messages, item)
     return messages
@@ -217,25 +230,50 @@ _READERS: Mapping[str, tuple[str, Callable[[Item, str], dict[str, Any]]]] = Mapp
 
 
 def _parts_of(content: Any, path: str, is_answer: bool) -> list[dict[str, Any]]:
-    texts = [content] if isinstance(content, str) else _texts_of(content, path)
+    parts = [{"text": content}] if isinstance(content, str) else content
     if is_answer:
+        texts = _texts_of(parts, path)
         return [{"type": "output_text", "text": text, "annotations": [], "logprobs": []} for text in texts]
-    return [{"type": "input_text", "text": text} for text in texts]
+    return [_input_part(part, at) for at, part in _named(parts, path)]
+
+
+def _input_part(part: Any, path: str) -> dict[str, Any]:
+    if isinstance(part, Mapping) and part.get("type") == _IMAGE:
+        return _image_part(part, path)
+    return {"type": "input_text", "text": _part_text(part, path)}
+
+
+def _image_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if part.get("file_id") is not None:
+        raise UnsupportedError(f"{path}.file_id: files are not stored here; give image_url.", "input")
+    if not isinstance(part.get("image_url"), str):
+        _refuse(f"{path}.image_url must be a text: a data: URL, or one that the server may read.")
+    detail = part.get("detail")
+    if detail is not None and detail not in _DETAILS:
+        _refuse(f"{path}.detail must be one of {', '.join(_DETAILS)}.")
+    return {"type": _IMAGE, "image_url": part["image_url"], "detail": detail or "auto", "file_id": None}
 
 
 def _texts_of(parts: Any, path: str) -> list[str]:
+    return [_part_text(part, at) for at, part in _named(parts, path)]
+
+
+def _named(parts: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(parts, list):
         _refuse(f"{path} must be a text or a list of parts.")
-    texts = []
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in _UNREADABLE:
-            raise UnsupportedError(f"{path}[{index}]: {kind} is not supported: the model reads text alone.", "input")
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            _refuse(f"{path}[{index}] must be a part with a text.")
-        texts.append(text)
-    return texts
+    return ((f"{path}[{index}]", part) for index, part in enumerate(parts))
+
+
+def _part_text(part: Any, path: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _UNREADABLE:
+        raise UnsupportedError(f"{path}: {kind} is not supported; models here read texts and images.", "input")
+    if kind == _IMAGE:
+        raise UnsupportedError(f"{path}: an image is accepted in messages and outputs of tools only.", "input")
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        _refuse(f"{path} must be a part with a text.")
+    return text
 
 
 def _text_of(item: Item, name: str, path: str) -> str:
@@ -248,12 +286,23 @@ def _refuse(message: str) -> NoReturn:
     raise UserError(message, "input")
 
 
-def _chat_content(parts: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, str]]:
-    """Return a chat message's content; a single part becomes a string, for all templates."""
+def _chat_content(parts: str | list[dict[str, Any]], path: str = "") -> str | list[dict[str, Any]]:
+    """Return parts as a chat message's content; a single text becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
-    texts = [part["text"] for part in parts]
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+    if not parts or (len(parts) == 1 and parts[0]["type"] != _IMAGE):
+        return "".join(part["text"] for part in parts)
+    return [_chat_part(part, at) for at, part in _named(parts, path)]
+
+
+def _chat_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    if part["type"] == _IMAGE:
+        return NamedPart(path, type="image_url", image_url=part["image_url"])
+    return {"type": "text", "text": part["text"]}
+
+
+def _length_of(part: Mapping[str, Any]) -> int:
+    return len(part["image_url"] if part["type"] == _IMAGE else part["text"])
 
 
 # Must be absent: the order is reasoning, content, calls.

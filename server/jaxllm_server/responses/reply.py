@@ -119,7 +119,7 @@ class ResponseReply:
         shared: dict[str, Any] = {**shared_call_fields(fields), "stream": self.is_stream or self.is_background}
         self.calls: Sequence[Call] = [
             Call(
-                **_conversation(fields, [*history, *self.items], shown, reasoning["effort"]),
+                **_conversation(fields, history, self.items, shown, reasoning["effort"]),
                 tool_choice=choice,
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
@@ -279,7 +279,11 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
         )
 
 
-def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], effort: str | None) -> dict[str, Any]:
+def _conversation(
+    fields: Body, history: Sequence[Item], own: Sequence[Item], tools: Sequence[Body], effort: str | None
+) -> dict[str, Any]:
+    """Return the `Call` fields of the prompt; `instructions` apply to this request only."""
+    items = [*history, *own]
     if not items:
         raise UserError("input must hold at least one item.", "input")
     if num_parts(items) > MOST_PARTS:
@@ -290,7 +294,7 @@ def _conversation(fields: Body, items: Sequence[Item], tools: Sequence[Body], ef
     continues = continues_answer(items)
     return conversation_of(
         {
-            "messages": first + messages_of(items),
+            "messages": first + messages_of(items, len(history)),
             "tools": request.chat_tools(tools),
             "reasoning_effort": effort,
             **{name: fields[name] for name in _OF_TEMPLATE if name in fields},

@@ -78,6 +78,7 @@ def set_leaf(message: Message, path: tuple[str, ...]) -> None:
             FieldDescriptor.CPPTYPE_ENUM: 1,
             FieldDescriptor.CPPTYPE_DOUBLE: 0.25,
         }.get(field.cpp_type, 5)
+        item = item.encode() if field.type == FieldDescriptor.TYPE_BYTES else item
         if field.is_repeated:
             value.append(item)
         else:
@@ -163,6 +164,7 @@ def test_a_conversation_is_in_openai_form() -> None:
         messages=[
             ty.ChatMessage(role="system", content=""),
             ty.ChatMessage(role="user", parts=[ty.ContentPart(text="a"), ty.ContentPart(text="")], name="Ann"),
+            ty.ChatMessage(role="user", parts=[{"image": {"data": b"a"}}, {"image": {"url": "data:"}}]),
             ty.ChatMessage(
                 role="assistant",
                 reasoning_text="hm",
@@ -179,6 +181,7 @@ def test_a_conversation_is_in_openai_form() -> None:
     assert call.messages == [
         {"role": "system", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}], "name": "Ann"},
+        {"role": "user", "content": [{"type": "image", "image": b"a"}, {"type": "image_url", "image_url": "data:"}]},
         {
             "role": "assistant",
             "content": None,
@@ -279,6 +282,7 @@ def tools_of_depth(levels: int) -> str:
             **chat_of(messages=[ty.ChatMessage(content="a", parts=[ty.ContentPart(text="b")])]),
         ),
         bad("chat.messages[0].parts[1]", **chat_of(messages=[ty.ChatMessage(parts=[{"text": "a"}, {}])])),
+        bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"image": {}}])])),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_path(path: str, request_: pb.GenerateRequest) -> None:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, TokenUsage
-from jaxllm_server.responses.items import MOST_PARTS, items_of, messages_of, references_of, response_id_of
+from jaxllm_server.responses.items import (
+    MOST_PARTS,
+    has_images,
+    items_of,
+    messages_of,
+    num_characters,
+    references_of,
+    response_id_of,
+)
 from jaxllm_server.responses.reply import FIELDS as KNOWN
 from jaxllm_server.responses.reply import REPEATED_NUMBERS, ResponseReply
 from jaxllm_server.shared.options import ServerOptions
@@ -20,6 +28,7 @@ NUMBERS = dict.fromkeys(REPEATED_NUMBERS, 1.0)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 OTHER = {"type": "function", "name": "sub", "description": "takes away"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 PERSON = {"type": "json_schema", "name": "person", "schema": {"type": "object"}, "strict": True}
 
 
@@ -68,6 +77,28 @@ def test_items_become_a_chat() -> None:
         {"role": "assistant", "content": "Done."},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
+
+
+def test_an_image_becomes_a_part_that_is_named_after_its_item() -> None:
+    items = items_of(
+        [
+            {"role": "user", "content": [IMAGE, {"type": "input_text", "text": "a"}]},
+            CALL,
+            {"type": "function_call_output", "call_id": "c1", "output": [{**IMAGE, "detail": "low"}]},
+        ],
+        "r1",
+    )
+    assert items[0]["content"][0] == {**IMAGE, "detail": "auto", "file_id": None}
+    image = {"type": "image_url", "image_url": IMAGE["image_url"]}
+    for num_before, paths in (
+        (0, ["input[0].content[0]", "input[2].output[0]"]),
+        (1, ["the stored item msg_r1_in0.content[0]", "input[1].output[0]"]),
+    ):
+        user, _, tool = messages_of(items, num_before)
+        assert user["content"] == [image, {"type": "text", "text": "a"}] and tool["content"] == [image]
+        assert [part.path for part in (user["content"][0], tool["content"][0])] == paths
+    assert num_characters(items) == 2 * len(IMAGE["image_url"]) + 1 + len(CALL["arguments"])
+    assert has_images(items) and not has_images(items_of("Hi", "r1"))
 
 
 def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
@@ -130,7 +161,12 @@ INPUTS: list[tuple[Any, str]] = [
     ([{"role": "tool", "content": ""}], "input[0].role"),
     ([{"role": "user"}], "input[0].content must be a text or a list of parts"),
     ([{"role": "user", "content": [{"text": 3}]}], "input[0].content[0] must be a part"),
-    ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]: input_image is not supported"),
+    ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].image_url must be a text"),
+    ([{"role": "user", "content": [{**IMAGE, "detail": 7}]}], "input[0].content[0].detail must be one of"),
+    ([{"role": "user", "content": [{**IMAGE, "file_id": "a"}]}], "input[0].content[0].file_id: files are not stored"),
+    ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0]: input_file is not supported"),
+    ([{"role": "assistant", "content": [IMAGE]}], "input[0].content[0]: an image is accepted in messages and outputs"),
+    ([{"type": "reasoning", "summary": [IMAGE]}], "input[0].summary[0]: an image is accepted"),
     ([{"role": "user", "content": "", "status": "done"}], "input[0].status"),
     ([{"role": "user", "content": "", "id": 3}], "input[0].id"),
     ([{"type": "web_search_call", "id": "a"}], "input[0] is of type 'web_search_call'"),
