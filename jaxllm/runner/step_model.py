@@ -39,6 +39,7 @@ class StepModel:
     adapters: RowWeights | None = None
     drafting: Drafting | None = None  # of an engine that verifies drafts
     encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
+    first_timestamp: int | None = None  # of a speech model, see timestamps.py
 
 
 @contextmanager

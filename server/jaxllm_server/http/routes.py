@@ -14,6 +14,7 @@ from jaxllm_server.http.schemas import Schema
 Run: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 GET = ("GET",)
 JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/html", "text/plain"
+FORM = "multipart/form-data"
 
 
 class Body(NamedTuple):
@@ -27,6 +28,7 @@ class Body(NamedTuple):
     unbuilt: Mapping[str, tuple[Any, ...]] = {}  # unsupported fields with their accepted values
     streams: bool = False
     shapes: Mapping[str, Schema] = {}  # schemas of fields that `SHAPES` lacks or that differ from it
+    media: str = JSON
 
     @classmethod
     def of(
