@@ -77,7 +77,7 @@ class LogMel:
 
 
 class Spectrogram(NamedTuple):
-    """What an encoder reads of a sound, as `multi_modal_data`."""
+    """The input of an encoder, as `multi_modal_data`."""
 
     bands: np.ndarray  # float32[M, F]
 
@@ -133,7 +133,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
 
 
 def wav_blocks(data: bytes) -> tuple[Iterator[np.ndarray], int]:
-    """Return what `read_wav` returns, the samples in blocks; reading one holds the interpreter briefly."""
+    """Return a WAV file's samples, as `read_wav`, in blocks, each of which holds the interpreter briefly."""
     try:
         file = wave.open(io.BytesIO(data))
         size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()

@@ -34,7 +34,7 @@ def seconds_of(data: bytes, most: float | None = None) -> float:
 def read_sound(data: bytes, most: float | None = None) -> np.ndarray:
     """Return a file's samples at 16 kHz, float32 from -1 to 1 with channels averaged; raise UserError.
 
-    `most` is a bound in seconds, for files whose header names too few.
+    `most` is a bound in seconds, because a header may be wrong.
     """
     if _wav_length(data) is not None:
         pieces = list(_bounded(resampled(*wav_blocks(data)), most))

@@ -14,7 +14,7 @@ from jaxllm.setting import setting
 _MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # limits for which 0 disables the feature
 _PARSED = 4  # memory per byte of JSON: 1 for text, 4 to 20 for numbers and lists
 _BODIES_AT_ONCE = 16  # maximum-size bodies, 128 MiB by default
-_FORM_BYTES = 1 << 18  # of the fields beside a file, and their heads
+_FORM_BYTES = 1 << 18  # of a form without its file
 AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})

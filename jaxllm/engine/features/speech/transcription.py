@@ -1,7 +1,7 @@
 """Write down a recording of any length, window by window, as transformers' long-form generation for Whisper.
 
 A window begins where the last complete segment of the one before ended. Without timestamps in the model, windows are
-cut at quiet moments. Independent of the engine: `requests` yields what to compute and takes the outputs.
+cut at quiet moments. Independent of the engine: `requests` yields requests and takes the outputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
     prompt: dict[str, Any]
     params: SamplingParams
-    speech: SpeechParams | None  # None: a probe, whose output is no text
+    speech: SpeechParams | None  # None: a probe, without text
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Transcription:
     """The transcription of a recording."""
 
     def __init__(self, model: ModelInfo, rules: SpeechRules, recording: Recording, asked: Asked) -> None:
-        """Raise UserError if the model cannot do what is asked."""
+        """Raise UserError if the model lacks the task, the language or timestamps."""
         self._tokenizer, self._rules, self._recording = model.tokenizer, rules, recording
         is_long = recording.num_frames > recording.num_window
         self._timed = asked.timestamps or (is_long and rules.first_timestamp is not None)
@@ -74,7 +74,7 @@ class Transcription:
         if asked.language is not None and not rules.languages and asked.language.lower() != "en":
             rules.language_of(asked.language)
         rules.prompt(next(iter(rules.languages.values()), None), asked.task, self._timed)
-        room = model.max_model_len // 2 - 1  # as much as Whisper was trained with
+        room = model.max_model_len // 2 - 1  # the most in training
         self._before = list(asked.before)[-room:]
         self.segments: list[Segment] = []
         self.seek = 0  # frames that are written down
@@ -129,7 +129,7 @@ class Transcription:
             self._take_in(output, no_speech)
 
     def _probe(self, sound: dict[str, Any]) -> Generator[Request, CompletionOutput, float | None]:
-        """Return the probability that there is no speech, and choose the language, if it is not known."""
+        """Return the probability of no speech; choose the language, unless it is given."""
         rules, asks = self._rules, self._asked.scores and self._rules.no_speech is not None
         params = SamplingParams(
             temperature=0.0,
