@@ -440,6 +440,11 @@ class Runner(Residence):
         if packed.sources is not None and self.sources is not None:
             self._state = self.sources.prepare(self._params, self._state, packed.sources)
 
+    def source_weights(self, tokens: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
+        """Return the attention of tokens to the source in `blocks`; see `Aligner.weights`."""
+        assert self.sources is not None
+        return self.sources.weights(self._params, self._state, tokens, blocks)
+
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
         assert key.variant is not None
         has_drafts = key.shape.drafts > 0

@@ -30,7 +30,8 @@ class Peer:
         self.model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         self.extractor: Any = WhisperFeatureExtractor(feature_size=NUM_MELS)
 
-    def segments(self, samples: np.ndarray, asked: Asked) -> list[tuple[list[int], float, float]]:
+    def segments(self, samples: np.ndarray, asked: Asked) -> tuple[list[tuple[list[int], float, float]], list[float]]:
+        """Return tokens and times of segments, and times of tokens."""
         bands = self.extractor._np_extract_fbank_features(samples[None], "cpu")
         before: dict[str, Any] = {}
         if asked.before:
@@ -41,11 +42,14 @@ class Peer:
             task=asked.task,
             return_timestamps=asked.timestamps,
             return_segments=True,
+            return_token_timestamps=asked.words,
             do_sample=False,
             **before,
         )
         (segments,) = found["segments"]
-        return [(each["tokens"].tolist(), float(each["start"]), float(each["end"])) for each in segments]
+        made = [(each["tokens"].tolist(), float(each["start"]), float(each["end"])) for each in segments]
+        times = (each["token_timestamps"].tolist() for each in segments) if asked.words else ()
+        return made, [time for each in times for time in each]
 
 
 @pytest.mark.parametrize(("times", "timed"), [(1.0, True), (1.35, True), (1.0, False)])
@@ -62,16 +66,25 @@ def test_segments_equal_transformers(times: float, timed: bool, tmp_path: Path) 
         jobs = []
         for language, task, has_text in TASKS:
             before = text_before(model, "A cat sat.") if has_text else ()
-            asked = Asked(language=language, task=task, timestamps=timed, before=before)
-            count = WINDOW + 8999 if timed and language is None else WINDOW
+            asked = Asked(language=language, task=task, timestamps=timed, words=timed, before=before)
+            count = 2 * WINDOW if timed and language is None else WINDOW
             samples = (0.2 * rng.standard_normal(count)).astype(np.float32)
             recording = model.sources.sound.recording(samples)
             jobs.append((samples, asked, Transcription(model, rules, recording, asked)))
         assert not offline.run(llm.engine, [job for _, _, job in jobs])
         assert llm.engine.metrics.compilations_after_ready == 0
+    times_found: list[tuple[float, float]] = []
     for samples, asked, job in jobs:
-        due = peer.segments(samples, asked)
+        due, times_of_tokens = peer.segments(samples, asked)
         assert [list(each.ids) for each in job.segments] == [ids for ids, _, _ in due], asked
         found = [(each.start, each.end) for each in job.segments]
         np.testing.assert_allclose(found, [(start, end) for _, start, end in due], atol=1e-6)
+        assert len(job.times) == len(times_of_tokens)
+        seeks = [each.seek for each in job.segments for _ in each.ids]
+        for seek, own, other in zip(seeks, job.times, times_of_tokens, strict=False):
+            if seek + NUM_FRAMES <= job.num_frames:  # transformers aligns the padding of other windows too
+                times_found.append((own - seek / 100, other - seek / 100))
+    if timed:
+        np.testing.assert_allclose(*zip(*times_found, strict=True), atol=1e-6)
+        assert len({round(own, 2) for own, _ in times_found}) > 5
     assert not timed or max(len(job.segments) for _, _, job in jobs) > 3

@@ -66,7 +66,7 @@ def due(site: ServerThread) -> dict[str, Transcription]:
         asks = {
             "plain": (SHORT, Asked()),
             "english": (SHORT, Asked(language="en", before=text_before(model, "A cat."))),
-            "timed": (SHORT, Asked(timestamps=True, scores=True)),
+            "timed": (SHORT, Asked(timestamps=True, scores=True, words=True)),
             "long": (LONG, Asked()),
             "translated": (SHORT, Asked(task="translate")),
         }
@@ -87,7 +87,7 @@ def test_answers_equal_the_engines(client: openai.OpenAI, due: dict[str, Transcr
     assert ask(**given, response_format="text").strip() == due["plain"].text
     assert client.audio.translations.create(**given).text == due["translated"].text
     assert ask(model="whisper", file=("b.wav", wav(LONG))).text == due["long"].text
-    verbose = ask(**given, response_format="verbose_json", timestamp_granularities=["segment"])
+    verbose = ask(**given, response_format="verbose_json", timestamp_granularities=["word", "segment"])
     timed = due["timed"]
     assert verbose.text == timed.text and verbose.language == timed.language
     assert verbose.duration == round(timed.seconds, 2)
@@ -101,6 +101,13 @@ def test_answers_equal_the_engines(client: openai.OpenAI, due: dict[str, Transcr
             rtol=1e-4,
         )
         assert 0 < found.no_speech_prob < 1 and found.avg_logprob < 0
+    assert "".join("".join(each.word.split()) for each in verbose.words) == "".join(verbose.text.split())
+    assert [each.word for each in verbose.words] == [each.text for each in timed.words]
+    for found, own in zip(verbose.words, timed.words, strict=True):
+        np.testing.assert_allclose((found.start, found.end), (own.start, own.end), atol=0.005)
+        assert found.start <= found.end
+    words = ask(**given, response_format="verbose_json", timestamp_granularities=["word"])
+    assert words.words == verbose.words and words.segments is None
     first = timed.segments[0]
     srt, vtt = (ask(**given, response_format=form) for form in ("srt", "vtt"))
     assert srt.startswith(f"1\n00:00:0{first.start:.3f} --> 00:00:0{first.end:.3f}\n".replace(".", ","))

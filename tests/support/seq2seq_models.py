@@ -150,6 +150,7 @@ def write_whisper(folder: Path, times: float = 1.35, **changes: Any) -> Path:
         "prev_sot_token_id": ID_OF["<|startofprev|>"],
         "max_initial_timestamp_index": 5,
         "is_multilingual": True,
+        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
         "pad_token_id": 0,
         "max_length": 96,
     } | changes

@@ -45,7 +45,8 @@ class TranscriptionReply:
         self.is_stream = _flag(fields, "stream")
         if self.is_stream and self.format not in ("json", "text"):
             raise UserError(f"A stream has no response_format {self.format}; leave one of them out.", "stream")
-        self._check_granularities(_strings(fields, "timestamp_granularities"))
+        self._granularities = _strings(fields, "timestamp_granularities")
+        self._check_granularities(self._granularities)
         own_id = text(fields, "request_id")
         self.request_id = request_id if own_id is None else own_id
         seed = _number(fields, "seed", int)
@@ -53,6 +54,7 @@ class TranscriptionReply:
             task=self.task,
             language=text(fields, "language") or None,
             timestamps=self.format in _TIMED,
+            words="word" in self._granularities,
             scores=self.format == "verbose_json",
             temperature=_number(fields, "temperature", float) or 0.0,
             seed=None if seed is None else int(seed),
@@ -74,13 +76,8 @@ class TranscriptionReply:
         for each in asked:
             if each not in GRANULARITIES:
                 raise UserError(
-                    f"timestamp_granularities may hold segment, got {each[:32]!r}.", "timestamp_granularities"
+                    f"timestamp_granularities may hold segment and word, got {each[:32]!r}.", "timestamp_granularities"
                 )
-        if "word" in asked:
-            raise UserError(
-                "timestamp_granularities: the times of words are not supported yet; ask for segment.",
-                "timestamp_granularities",
-            )
         if asked and self.format != "verbose_json":
             raise UserError("timestamp_granularities needs response_format=verbose_json.", "timestamp_granularities")
 
@@ -103,9 +100,20 @@ class TranscriptionReply:
             "language": made.language or "en",
             "duration": round(made.seconds, 2),
             "text": made.text,
-            "segments": [_segment(number, each) for number, each in enumerate(made.segments)],
+            **self._parts(made),
             "usage": usage,
         }
+
+    def _parts(self, made: Transcription) -> dict[str, Any]:
+        asked = self._granularities or ("segment",)
+        parts: dict[str, Any] = {}
+        if "word" in asked:
+            parts["words"] = [
+                {"word": each.text, "start": round(each.start, 2), "end": round(each.end, 2)} for each in made.words
+            ]
+        if "segment" in asked:
+            parts["segments"] = [_segment(number, each) for number, each in enumerate(made.segments)]
+        return parts
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
         """Return the events of new text."""

@@ -81,7 +81,13 @@ class Speech:
             if site.options.enable_log_requests:
                 _log.info("request %s: %s %.1f s of sound", call.request_id, call.asked.task, own.seconds)
             requests, output, number = own.requests(), None, 0
-            while (request := _next(requests, output)) is not None:
+            while True:
+                if call.asked.words and output is not None:  # computes their times
+                    request = await site.off_loop(call.client, _next, requests, output)
+                else:
+                    request = _next(requests, output)
+                if request is None:
+                    break
                 async with aclosing(self._outputs(call, request, number, arrival)) as outputs:
                     async for output in outputs:
                         if call.stream and request.speech is not None and not output.finished():

@@ -19,11 +19,19 @@ from jaxllm.runner.timestamps import first_timestamp
 TASKS = ("transcribe", "translate")
 
 
+@dataclass(slots=True, eq=False)
+class Alignment:
+    """Receives the attention of an output to its sound."""
+
+    weights: np.ndarray | None = None  # float32[A, T - 1, L], of each token but the last, once the output is complete
+
+
 @dataclass(frozen=True)
 class SpeechParams:
     """Applies the rules to a request's output."""
 
     timestamps: bool = False  # the output has a pair of timestamps around each segment
+    alignment: Alignment | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.engine.features.speech.rules import SpeechParams, SpeechRules
+from jaxllm.engine.features.speech.rules import Alignment, SpeechParams, SpeechRules
+from jaxllm.engine.features.speech.words import Word, token_times, words_of
 from jaxllm.engine.model_info import ModelInfo
 from jaxllm.errors import RequestFailedError, UserError
 from jaxllm.media.sound import HOP, RATE, Recording
@@ -33,6 +34,7 @@ class Asked:
     language: str | None = None  # a code, as "en"; None: the likeliest in the first window
     before: Sequence[int] = ()  # tokens of a text that precedes the recording
     timestamps: bool = False  # segments with times; recordings longer than a window have them in any case
+    words: bool = False  # `Transcription.words`, with timestamps
     scores: bool = False  # `Segment.avg_logprob` and `no_speech_prob`
     temperature: float = 0.0
     seed: int | None = None
@@ -77,6 +79,8 @@ class Transcription:
         room = model.max_model_len // 2 - 1  # the most in training
         self._before = list(asked.before)[-room:]
         self.segments: list[Segment] = []
+        self.words: list[Word] = []
+        self.times: list[float] = []  # with words, the seconds of each token of the segments
         self.seek = 0  # frames that are written down
         self.num_prompt_tokens = self.num_output_tokens = 0
 
@@ -123,10 +127,14 @@ class Transcription:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             prompt = {"encoder_prompt": sound, "decoder_prompt": {"prompt_token_ids": ids}}
-            output = _checked((yield Request(prompt, params, SpeechParams(self._timed))))
+            alignment = Alignment() if asked.words else None
+            output = _checked((yield Request(prompt, params, SpeechParams(self._timed, alignment))))
             self.num_prompt_tokens += len(ids)
             self.num_output_tokens += len(output.token_ids)
-            self._take_in(output, no_speech)
+            frame = self.seek
+            written = self._take_in(output, no_speech)
+            if alignment is not None:
+                self._add_words(alignment, written, frame)
 
     def _probe(self, sound: dict[str, Any]) -> Generator[Request, CompletionOutput, float | None]:
         """Return the probability of no speech; choose the language, unless it is given."""
@@ -147,7 +155,26 @@ class Transcription:
             return None
         return float(np.exp(output.logprobs[0][rules.no_speech].logprob))
 
-    def _take_in(self, output: CompletionOutput, no_speech: float | None) -> None:
+    def _add_words(self, alignment: Alignment, written: Sequence[int], frame: int) -> None:
+        """Append the words of a window, which begins at a frame; slow for long ones."""
+        if alignment.weights is None:
+            raise RequestFailedError("The times of words could not be computed.")
+        num_frames = min(self._recording.num_window, self._recording.num_frames - frame)
+        num_positions = max(1, num_frames // _STEP_FRAMES)
+        times = token_times(alignment.weights[:, :, :num_positions])
+        last = times[-1] if len(times) else 0.0
+        starts = [*times.tolist(), last][: len(written)]  # the last token was read by no step
+        starts += [last] * (len(written) - len(starts))
+        first = self._rules.first_timestamp or self._rules.vocab_size
+        starts = [frame * FRAME_SECONDS + time for time in starts]
+        self.times += starts
+        texts = [(token, time) for token, time in zip(written, starts, strict=True) if token < first]
+        end = starts[-1] if starts else 0.0
+        ids, begins = [token for token, _ in texts], [time for _, time in texts]
+        self.words += words_of(self._tokenizer, ids, begins, self.language, end)
+
+    def _take_in(self, output: CompletionOutput, no_speech: float | None) -> list[int]:
+        """Append the segments of a window, and return the tokens that they have."""
         ids = list(output.token_ids)
         if ids and ids[-1] == self._rules.end:
             ids.pop()
@@ -168,6 +195,7 @@ class Transcription:
             segment = Segment(**times, ids=own, text=text, seek=self.seek, temperature=temperature)
             self.segments.append(replace(segment, avg_logprob=score, compression_ratio=ratio, no_speech_prob=no_speech))
         self.seek += offset
+        return [token for _, _, own in found for token in own]
 
     def _ends(self, ids: Sequence[int]) -> list[int]:
         """Return the index after each timestamp that another follows: a segment's end and the next one's start."""
