@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,9 @@ HOP, WINDOW = 160, 400  # samples
 MOST_RATE = 384000
 MOST_DENOMINATOR = 1000
 PARAMETER = "multi_modal_data"
+_UNREADABLE = wave.Error, EOFError, ValueError, RuntimeError, OverflowError  # RuntimeError: sizes that differ
+_SAMPLES_AT_ONCE = 1 << 18  # of a WAV file
+_FRAMES_AT_ONCE = 4096  # of a transform, which needs 3,200 bytes for each
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,14 @@ class LogMel:
         return self.num_frames * HOP
 
     def spectrogram(self, given: Any) -> np.ndarray:
-        """Return float32[M, F] of samples: an array at 16 kHz, or a pair of array and rate; raise UserError."""
+        """Return float32[M, F] of samples: an array at 16 kHz, or a pair of array and rate; raise UserError.
+
+        A `Spectrogram` is returned as it is.
+        """
+        if isinstance(given, Spectrogram):
+            if given.bands.shape != (self.num_mels, self.num_frames) or given.bands.dtype != np.float32:
+                raise UserError(f"A spectrogram must be float32[{self.num_mels}, {self.num_frames}].", PARAMETER)
+            return given.bands
         samples, rate = _samples_of(given)
         longest = self.num_samples
         if len(samples) * RATE > longest * rate:
@@ -45,17 +55,48 @@ class LogMel:
                 "it into pieces.",
                 PARAMETER,
             )
-        samples = at_rate(samples, rate)[:longest]
-        padded = np.zeros(longest + WINDOW, np.float32)
-        padded[WINDOW // 2 : WINDOW // 2 + len(samples)] = samples
-        half = WINDOW // 2
+        return self.recording(at_rate(samples, rate)[:longest]).window(0).bands
+
+    def recording(self, samples: np.ndarray) -> Recording:
+        """Return the spectrogram of float32 samples at 16 kHz, of any number from 1."""
+        count = max(len(samples), self.num_samples)  # shorter sound is padded with silence before the transform
+        padded, half = np.zeros(count + WINDOW, np.float32), WINDOW // 2
+        padded[half : half + len(samples)] = samples
         padded[:half] = padded[2 * half : half : -1]  # reflections
         padded[-half:] = padded[-half - 2 : -2 * half - 2 : -1]
         window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
-        frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[:-1:HOP][: self.num_frames]
-        power = np.abs(np.fft.rfft(frames * window)) ** 2  # [F, 201]
-        bands = np.log10(np.maximum(mel_filters(self.num_mels) @ power.T, 1e-10))
-        return ((np.maximum(bands, bands.max() - 8.0) + 4.0) / 4.0).astype(np.float32)
+        frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[:-1:HOP][: count // HOP]
+        bands = np.empty((self.num_mels, len(frames)), np.float32)
+        for start in range(0, len(frames), _FRAMES_AT_ONCE):
+            piece = frames[start : start + _FRAMES_AT_ONCE]
+            power = np.abs(np.fft.rfft(piece * window)) ** 2  # [·, 201]
+            bands[:, start : start + len(piece)] = np.log10(np.maximum(mel_filters(self.num_mels) @ power.T, 1e-10))
+        np.maximum(bands, bands.max() - 8.0, out=bands)
+        bands += 4.0
+        bands /= 4.0
+        num_frames = len(frames) if len(samples) > self.num_samples else -(-len(samples) // HOP)
+        return Recording(bands, num_frames, self.num_frames)
+
+
+class Spectrogram(NamedTuple):
+    """The input of an encoder, as `multi_modal_data`."""
+
+    bands: np.ndarray  # float32[M, F]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The spectrogram of a sound of any length."""
+
+    bands: np.ndarray  # float32[M, ·]
+    num_frames: int  # without the silence after it
+    num_window: int  # F, frames that an encoder reads
+
+    def window(self, start: int) -> Spectrogram:
+        """Return the frames from `start` on, padded with zeros, as transformers pads them."""
+        piece = self.bands[:, start : start + self.num_window]
+        missing = self.num_window - piece.shape[1]
+        return Spectrogram(np.ascontiguousarray(np.pad(piece, ((0, 0), (0, missing))) if missing else piece))
 
 
 def _samples_of(given: Any) -> tuple[np.ndarray, int]:
@@ -92,16 +133,37 @@ def at_rate(samples: np.ndarray, rate: int, wanted: int = RATE) -> np.ndarray:
 
 def read_wav(data: bytes) -> tuple[np.ndarray, int]:
     """Return the samples of a WAV file, float32 from -1 to 1 with channels averaged, and their rate."""
+    blocks, rate = wav_blocks(data)
+    return np.concatenate([np.zeros(0, np.float32), *blocks]), rate
+
+
+def wav_blocks(data: bytes) -> tuple[Iterator[np.ndarray], int]:
+    """Return a WAV file's samples, as `read_wav`, in blocks, each of which holds the interpreter briefly."""
     try:
-        with wave.open(io.BytesIO(data)) as file:
-            size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: sizes that differ
-        raise UserError(f"The sound is no WAV file of integers: {str(error) or 'it ends early'}.", "file") from error
+        file = wave.open(io.BytesIO(data))
+        size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+    except _UNREADABLE as error:
+        raise _refused(error) from error
     if size not in (1, 2, 3, 4) or channels < 1:
         raise UserError(f"WAV samples of {size} bytes are not supported.", "file")
     if not 1 <= rate <= MOST_RATE:
         raise UserError(f"A WAV file's rate must be from 1 to {MOST_RATE} per second, got {rate}.", "file")
+    return _blocks(file, size, channels), rate
+
+
+def _blocks(file: wave.Wave_read, size: int, channels: int) -> Iterator[np.ndarray]:
+    try:
+        while raw := file.readframes(max(1, _SAMPLES_AT_ONCE // channels)):
+            yield _values(raw, size, channels)
+    except _UNREADABLE as error:
+        raise _refused(error) from error
+
+
+def _refused(error: Exception) -> UserError:
+    return UserError(f"The sound is no WAV file of integers: {str(error) or 'it ends early'}.", "file")
+
+
+def _values(raw: bytes, size: int, channels: int) -> np.ndarray:
     raw = raw[: len(raw) // (size * channels) * size * channels]
     if size == 1:  # unsigned
         values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
@@ -109,7 +171,7 @@ def read_wav(data: bytes) -> tuple[np.ndarray, int]:
         wide = np.zeros((len(raw) // size, 4), np.uint8)
         wide[:, 4 - size :] = np.frombuffer(raw, np.uint8).reshape(-1, size)
         values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
-    return values.reshape(-1, channels).mean(axis=1), rate
+    return values.reshape(-1, channels).mean(axis=1)
 
 
 @lru_cache(maxsize=4)

@@ -27,7 +27,7 @@ from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, stages
-from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step
+from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step, timestamps
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import VARIANTS, Key, ProgramKeys, Programs
 from jaxllm.runner.disk_store import DiskStore
@@ -351,7 +351,8 @@ class Runner(Residence):
     ) -> StepInFlight:
         """Dispatch the second half of a step.
 
-        `masks`, int32[R, V / 32], has one bit per token that a row may sample, valid where `is_masked`, bool[R].
+        `masks` is int32[R, V / 32], one bit per token that a row may sample, for the rows of `is_masked`, bool[R], or
+        for a speech model int[R], the kinds of timestamps.py.
         """
         plan, key = held.plan, held.key
         num_rows, num_words = len(plan.slots), -(-self.setup.spec.vocab_size // 32)
@@ -434,6 +435,11 @@ class Runner(Residence):
     def _prepare_sources(self, packed: PackedStep) -> None:
         if packed.sources is not None and self.sources is not None:
             self._state = self.sources.prepare(self._params, self._state, packed.sources)
+
+    def source_weights(self, tokens: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
+        """Return the attention of tokens to the source in `blocks`; see `Aligner.weights`."""
+        assert self.sources is not None
+        return self.sources.weights(self._params, self._state, tokens, blocks)
 
     def _in_flight(self, joined: jax.Array, plan: Plan, key: Key, scores: Sequence[Any]) -> StepInFlight:
         assert key.variant is not None
@@ -540,6 +546,9 @@ class Runner(Residence):
             adapters=self._row_weights,
             drafting=self.drafting,
             encoder=None if setup.encoder is None else setup.encoder.spec,
+            first_timestamp=None
+            if setup.encoder is None or not setup.encoder.num_mels
+            else timestamps.first_timestamp(setup.generation_config, setup.spec.vocab_size),
         )
         self.programs.platform = setup.platform
         self.programs.kept = self._kept = KeptPrograms(

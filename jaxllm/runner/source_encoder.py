@@ -17,6 +17,7 @@ from jax import named_scope
 import pallas_kernels
 from jaxllm.model import decoder, spectrogram
 from jaxllm.model.decoder import Params
+from jaxllm.runner.alignment import Aligner
 from jaxllm.runner.device_state import DeviceState, leaf_index
 from jaxllm.runner.encoder_weights import EncoderWeights
 from jaxllm.runner.pooling import attention_in_bins
@@ -63,6 +64,7 @@ class SourceEncoder(EncoderWeights):
         self.budget = max(setup.max_num_batched_tokens, self.max_tokens)
         self._programs: dict[int, Any] = {}  # ascending
         self._place: Any = None
+        self.aligner = Aligner.of(setup) if self._num_mels else None
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
         """Compile the programs with `make` (name, function, donated, shapes)."""
@@ -85,10 +87,13 @@ class SourceEncoder(EncoderWeights):
         assert state.sources is not None
         changes = jax.ShapeDtypeStruct((PLACED, 1 + state.sources.shape[1]), jnp.int32, sharding=everywhere)
         self._place = make("place_sources", place, (0,), state.sources, changes)
+        if self.aligner is not None:
+            self.aligner.compile(make, model, kv)
 
     @property
     def temporary_bytes(self) -> int:
-        return max(each.memory_analysis().temp_size_in_bytes for each in self._programs.values())
+        own = max(each.memory_analysis().temp_size_in_bytes for each in self._programs.values())
+        return own if self.aligner is None else max(own, self.aligner.temporary_bytes)
 
     def prepare(self, params: Leaves, state: Leaves, given: SourceInputs) -> Leaves:
         """Dispatch a plan's changes, and return the next state; `params` are the decoder's weights."""
@@ -105,6 +110,11 @@ class SourceEncoder(EncoderWeights):
                 row[2 : 2 + len(each.blocks)] = each.blocks
             leaves[self._sources_at] = self._place(sources, changes)
         return tuple(leaves)
+
+    def weights(self, params: Leaves, state: Leaves, tokens: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
+        """Return the attention of tokens to a source in the cache; see `Aligner.weights`."""
+        assert self.aligner is not None
+        return self.aligner.weights(params, tuple(state[self._kv_at : self._kv_at + self._num_kv]), tokens, blocks)
 
     def _pack(self, new: NewSource) -> tuple[int, np.ndarray, np.ndarray]:
         """Return a program's length, buffer (number of tokens, each one's block) and content."""

@@ -21,7 +21,7 @@ import pallas_kernels
 from jaxllm.model import decoder, fused, layers
 from jaxllm.model.decoder import Params
 from jaxllm.model.sharding import Layout
-from jaxllm.runner import batch, draft_models, drafting, pipeline
+from jaxllm.runner import batch, draft_models, drafting, pipeline, timestamps
 from jaxllm.runner.attention import attention, cross_attention
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.device_state import DeviceState
@@ -106,6 +106,9 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
         tokens: jax.Array, sampling: jax.Array, extras: jax.Array, logits: jax.Array, masks: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         place, mask = _read_masks(masks)
+        if model.first_timestamp is not None:
+            vocabulary = Vocabulary(model.spec.vocab_size, model.layout)
+            mask = timestamps.narrowed(logits, mask, model.first_timestamp, vocabulary)
         at = SamplePositions(place["row_slot"], place["row_position"], place["samples"] > 0)
         ends = at.positions + 1
         sampled = _sample(model, variant, tokens, sampling, extras, logits, at, ends, mask)

@@ -37,8 +37,9 @@ class StepModel:
     kernels: Mapping[str, Choice]
     head: Head | None = None
     adapters: RowWeights | None = None
-    drafting: Drafting | None = None
-    encoder: Spec | None = None  # in the key of kept programs
+    drafting: Drafting | None = None  # of an engine that verifies drafts
+    encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
+    first_timestamp: int | None = None  # of a speech model, see timestamps.py
 
 
 @contextmanager

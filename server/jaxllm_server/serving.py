@@ -32,6 +32,7 @@ from jaxllm_server.generation.prompts import Prompts
 from jaxllm_server.observability.tracing import REQUEST_SPAN, current_span, request_attributes
 from jaxllm_server.pooling.service import Pooling
 from jaxllm_server.shared.options import ServerOptions, template_kwargs
+from jaxllm_server.speech.service import Speech
 
 Item = TypeVar("Item")
 _log = logging.getLogger("jaxllm.server")
@@ -49,6 +50,7 @@ class Serving:
         self.names = options.served_model_name or (_model_name(self.root),)
         self.adapters = ServedAdapters(engine, options, self.names)
         self.pooling = Pooling(self)
+        self.speech = Speech(self)
         self.shares = Shares(options.max_sequences_per_client)
         self.urgent = UrgentShares()
         self.ledger = Ledger(options)

@@ -1,37 +1,25 @@
-"""`jaxllm transcribe`: pieces of long files, languages, and errors."""
+"""`jaxllm transcribe`: long files, languages, forms, and errors."""
 
 from __future__ import annotations
 
 import json
 import wave
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
-from jaxllm.commands import cli
-from jaxllm.commands.transcribe import cuts
-from jaxllm.media.sound import read_wav
-from tests.support.seq2seq_models import NUM_FRAMES, VOCABULARY, write_seq2seq
+from jaxllm import LLM
+from jaxllm.commands import cli, transcribe
+from jaxllm.engine.features.speech import offline
+from jaxllm.engine.features.speech.rules import rules_of
+from jaxllm.engine.features.speech.subtitles import subtitles
+from jaxllm.engine.features.speech.transcription import Asked, Transcription
+from jaxllm.media.sound_files import read_sound
+from tests.support.seq2seq_models import WINDOW, write_whisper
 from tests.support.sizes import SLOTS, flags
-
-LONGEST = 160 * NUM_FRAMES
-MARKERS = ("<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>")
-BEGIN, ENGLISH, GERMAN, TRANSCRIBE, _, END = IDS = range(VOCABULARY, VOCABULARY + len(MARKERS))
-
-
-def test_pieces_are_cut_at_quiet_moments_and_cover_the_sound() -> None:
-    samples = np.random.default_rng(0).uniform(-1, 1, 10 * 12800).astype(np.float32)
-    samples[11200:12800] *= 0.01
-    found = cuts(samples, 12800)
-    assert [end for _, end in found[:-1]] == [start for start, _ in found[1:]]
-    assert (found[0][0], found[-1][1]) == (0, len(samples))
-    for start, end in found[:-1]:
-        assert 0 < end - start <= 12800
-    assert abs(found[0][1] - 12000) <= 160, "the middle of the quiet part"
-    assert cuts(samples[:12800], 12800) == [(0, 12800)] and cuts(samples[:0], 12800) == []
 
 
 def write_wav(path: Path, num_samples: int, seed: int) -> Path:
@@ -44,54 +32,57 @@ def write_wav(path: Path, num_samples: int, seed: int) -> Path:
     return path
 
 
-def write_model(folder: Path) -> Path:
-    write_seq2seq(folder, "whisper", vocab_size=VOCABULARY + len(MARKERS))
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    shape = tokenizer["added_tokens"][0]
-    tokenizer["added_tokens"] += [shape | {"id": own, "content": name} for own, name in zip(IDS, MARKERS, strict=True)]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN}, "suppress_tokens": [*IDS, *range(700)]}
-    settings |= {"eos_token_id": 2, "decoder_start_token_id": BEGIN}
-    (folder / "generation_config.json").write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.mark.ci
-def test_files_are_transcribed_in_pieces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = write_model(tmp_path / "model")
-    files = [write_wav(tmp_path / "a.wav", 2 * LONGEST + 99, 1), write_wav(tmp_path / "b.wav", 500, 2)]
-    arguments = ["transcribe", *map(str, files), "--model", str(model), *flags(SLOTS)]
-    assert cli.main([*arguments, "--language", "de", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["file"] for line in lines] == [str(files[0])] * 3 + [str(files[1])]
-    assert [line["end"] for line in lines[:2]] == [line["start"] for line in lines[1:3]]
-    assert lines[2]["end"] == (2 * LONGEST + 99) / 16000 and lines[3]["end"] == 500 / 16000
-    with LLM(str(model), **SLOTS) as llm:
-        samples, rate = read_wav(files[1].read_bytes())
-        prompt: dict[str, Any] = {"encoder_prompt": {"multi_modal_data": {"audio": (samples, rate)}}}
-        prompt["decoder_prompt"] = {"prompt_token_ids": [BEGIN, GERMAN, TRANSCRIBE, END]}
-        biased = SamplingParams(
-            temperature=0.0, min_tokens=1, max_tokens=None, logit_bias=dict.fromkeys([*IDS, *range(294)], -100.0)
-        )
-        (due,) = llm.generate([prompt], biased, use_tqdm=False)
-        assert due.outputs[0].text.strip() == lines[3]["text"]
-        one = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[ENGLISH, GERMAN])
-        prompt["decoder_prompt"] = {"prompt_token_ids": [BEGIN]}
-        (found,) = llm.generate([prompt], one, use_tqdm=False)
-        prompt["decoder_prompt"] = {"prompt_token_ids": [BEGIN, found.outputs[0].token_ids[0], TRANSCRIBE, END]}
-        (due,) = llm.generate([prompt], biased, use_tqdm=False)
-    assert cli.main(["transcribe", str(files[1]), *arguments[3:]]) == 0
-    assert capsys.readouterr().out.strip() == due.outputs[0].text.strip()
-    assert cli.main([*arguments, "--language", "fr"]) == 1
-    assert "--language fr is not one of the model's: de, en" in capsys.readouterr().err
+@pytest.mark.parametrize("has_times", [True, False])
+def test_files_are_transcribed(
+    has_times: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test files of one window and of several in one batch, by models with and without timestamps."""
+    files = [write_wav(tmp_path / "a.wav", WINDOW + 4000, 1), write_wav(tmp_path / "b.wav", 5000, 2)]
+    changes = {} if has_times else {"no_timestamps_token_id": None, "suppress_tokens": [*range(700)]}
+    model = str(write_whisper(tmp_path / "model", **changes))
+    arguments = ["transcribe", *map(str, files), "--model", model, *flags(SLOTS)]
+    with LLM(model, **SLOTS) as llm:
+        monkeypatch.setattr(transcribe, "open_llm", lambda options: nullcontext(llm))
+        rules, sources = rules_of(llm.engine.model), llm.engine.model.sources
+        assert rules is not None and sources is not None and sources.sound is not None
+
+        def due_of(**asked: Any) -> list[Transcription]:
+            recordings = [sources.sound.recording(read_sound(file.read_bytes())) for file in files]
+            own = [Transcription(llm.engine.model, rules, each, Asked(**asked)) for each in recordings]
+            assert not offline.run(llm.engine, own)
+            return own
+
+        due = due_of()
+        assert due[0].segments[-1].seek > 0 and due[0].seek >= due[0].num_frames
+        assert cli.main(arguments) == 0
+        assert capsys.readouterr().out.splitlines() == [each.text for each in due]
+        if has_times:
+            due = due_of(language="de", task="translate", timestamps=True)
+            assert cli.main([*arguments, "--language", "de", "--task", "translate", "--format", "json"]) == 0
+            lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            texts = [(str(file), each.text) for file, own in zip(files, due, strict=True) for each in own.segments]
+            assert [(line["file"], line["text"]) for line in lines] == [(name, text.strip()) for name, text in texts]
+            assert cli.main([*arguments, "--format", "srt"]) == 0
+            assert capsys.readouterr().out == "".join(
+                subtitles(each.segments, "srt") for each in due_of(timestamps=True)
+            )
+        else:
+            segments = due[0].segments
+            assert [each.end for each in segments[:-1]] == [each.start for each in segments[1:]]
+            assert cli.main([*arguments, "--format", "srt"]) == 1
+            assert "writes no timestamps" in capsys.readouterr().err
+        assert cli.main([*arguments, "--language", "fr"]) == 1
+        assert "language 'fr' is not one of the model's: de, en" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
         (["{wav}"], 2, "no model"),
-        (["{text}", "--model", "x"], 1, "no WAV file"),
+        (["{text}", "--model", "x"], 1, "b.wav: The file is no"),
         (["{missing}", "--model", "x"], 1, "No such file"),
+        (["{wav}", "--model", "x", "--format", "ass"], 2, "choose from"),
     ],
 )
 def test_errors_name_the_reason(
@@ -99,5 +90,9 @@ def test_errors_name_the_reason(
 ) -> None:
     places = {"wav": write_wav(tmp_path / "a.wav", 9, 1), "text": tmp_path / "b.wav", "missing": tmp_path / "c.wav"}
     places["text"].write_text("words")
-    assert cli.main(["transcribe", *(each.format(**places) for each in arguments)]) == code
+    try:
+        found = cli.main(["transcribe", *(each.format(**places) for each in arguments)])
+    except SystemExit as exit:
+        found = exit.code
+    assert found == code
     assert why in capsys.readouterr().err

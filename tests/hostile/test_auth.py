@@ -50,6 +50,7 @@ ROUTES = {
     **{("POST", f"/{name}"): (401, 401, 403, 400) for name in ("init_weight_transfer_engine", "update_weights")},
     **{("GET", f"/{name}"): (401, 401, 403, 400) for name in ("is_sleeping", "is_paused", "weight_info")},
     ("POST", "/inference/v1/generate"): (401, 401, 400, 400),
+    **{("POST", f"/v1/audio/{name}"): (401, 401, 415, 415) for name in ("transcriptions", "translations")},
     **{("POST", path): (401, 401, 400, 400) for path in REPLIES},
     ("GET", "/v1/models"): (401, 401, 200, 200),
     ("GET", "/v1/models/{model:path}"): (401, 401, 404, 404),

@@ -5,19 +5,25 @@ Routes and fields are those of the server's OpenAPI description. `held_loop.py` 
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+import wave
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.hostile.held_loop import MOST_SECONDS
+from tests.support.seq2seq_models import write_whisper
 from tests.support.serving_process import QUICK, ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 Body = dict[str, Any]
 LARGEST = 7_900_000  # bytes of one field
 TRIES = 4  # the least of them is used
+JSON = {"content-type": "application/json"}
 SAID = {"role": "user", "content": "a"}
 LEAST: dict[str, Any] = {  # small values of required fields
     **{"prompt": "a", "messages": [SAID], "input": "a", "tokens": [7], "query": "a", "documents": ["a"]},
@@ -38,12 +44,14 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
-def held(http: httpx.Client, method: str, path: str, body: bytes | None = None) -> tuple[httpx.Response, float]:
+def held(
+    http: httpx.Client, method: str, path: str, body: bytes | None = None, head: Mapping[str, str] = JSON
+) -> tuple[httpx.Response, float]:
     """Send a request; return the answer, and the least time, over some tries, that it blocked the loop."""
     least = float("inf")
     for _ in range(TRIES):
         http.get("/held")
-        answer = http.request(method, path, content=body, headers={"content-type": "application/json"})
+        answer = http.request(method, path, content=body, headers=head)
         least = min(least, float(http.get("/held").text))
         if least < MOST_SECONDS:
             break
@@ -118,7 +126,7 @@ def bodies(http: httpx.Client, all_fields: bool) -> Iterator[tuple[str, str, byt
     seen: set[str] = set()
     for path, operations in description["paths"].items():
         taken = operations.get("post", {}).get("requestBody")
-        if taken is None or path in SAME:
+        if taken is None or path in SAME or "application/json" not in taken["content"]:  # forms are below
             continue
         name = taken["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         schema = description["components"]["schemas"][name]
@@ -215,3 +223,42 @@ def test_no_answer_holds_the_loop(http: httpx.Client) -> None:
             if seconds >= MOST_SECONDS:
                 over[name, stream] = seconds
     assert not over
+
+
+@pytest.mark.ci
+def test_no_file_of_sound_holds_the_loop(tmp_path: Path) -> None:
+    """The largest forms: files at the highest rates, many parts, no boundary; the sound is of some windows."""
+    model = str(write_whisper(tmp_path / "whisper"))
+    command = (*flags(SLOTS), "--model", model)
+    with (
+        ServingProcess(*command, module="tests.hostile.held_loop") as server,
+        httpx.Client(base_url=server.http, timeout=120.0) as client,
+    ):
+        part = b'\r\n--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b'
+        over = {}
+        sounds = {
+            "loud": wav(384_000, 32, 4, 25_900_000),
+            "odd": wav(383_999, 1, 1, 383_999),
+            "nothing": b"x" * 25_900_000,
+            "boundaries": b"\r\n--" * 5_000_000,
+        }
+        forms = {name: part % (b"file", b'; filename="a"', each) for name, each in sounds.items()}
+        forms["texts"] = b"".join(part % (b"prompt", b"", b"x" * 65_000) for _ in range(60))
+        head = {"content-type": "multipart/form-data; boundary=b"}
+        for name, form in forms.items():
+            body = form[2:] + b"\r\n--b--\r\n"
+            answer, seconds = held(client, "POST", "/v1/audio/transcriptions", body, head)
+            assert answer.status_code in (200, 400), (name, answer.text)
+            if seconds >= MOST_SECONDS:
+                over[name, answer.status_code] = seconds
+        assert not over
+
+
+def wav(rate: int, channels: int, size: int, num_bytes: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setnchannels(channels)
+        written.setsampwidth(size)
+        written.setframerate(rate)
+        written.writeframes(bytes(range(256)) * (num_bytes // 256))
+    return file.getvalue()

@@ -93,6 +93,7 @@ class FakeServing:
         self.ledger = Ledger(self.options)
         self.adapters = ServedAdapters(self.engine, self.options, self.names)  # type: ignore[arg-type]
         self.pooling = SimpleNamespace(pool=self.pool)
+        self.speech = SimpleNamespace(check_kind=lambda: None)
         self.failure: BaseException | None = None
         self.fails_at = 0
         self.delay = 0.0  # seconds before each output

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.families.families import read_encoder, read_spec
@@ -110,3 +110,50 @@ def prompts(kind: str = "bart") -> list[dict[str, Any]]:
             encoder = {"multi_modal_data": {"audio": (sound.astype(np.float32), 16000)}}
         made.append({"encoder_prompt": encoder} | decoder)
     return made
+
+
+# Of `write_whisper`, from VOCABULARY on: the end, the tokens of prompts, and timestamps of 0.02 s.
+MARKERS = (
+    *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"),
+    *("<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
+)
+ID_OF = {name: VOCABULARY + number for number, name in enumerate(MARKERS)}
+FIRST_TIME = VOCABULARY + len(MARKERS)
+SUPPRESSED = [*range(700), *(token for name, token in ID_OF.items() if name != "<|endoftext|>")]
+WINDOW = 160 * NUM_FRAMES  # samples that the encoder reads
+
+
+def write_whisper(folder: Path, times: float = 1.35, **changes: Any) -> Path:
+    """Write a random Whisper with its decoding rules; `times` scales the embeddings of timestamps, None omits them."""
+    names = [*MARKERS, *(f"<|{step * 0.02:.2f}|>" for step in range(NUM_FRAMES // 2 + 1))]
+    end, start = ID_OF["<|endoftext|>"], ID_OF["<|startoftranscript|>"]
+    ids = {"eos_token_id": end, "decoder_start_token_id": start, "bos_token_id": end}
+    write_seq2seq(folder, "whisper", vocab_size=VOCABULARY + len(names), **ids)
+    tensors = load_file(folder / "model.safetensors")
+    embed = tensors["model.decoder.embed_tokens.weight"]
+    embed[FIRST_TIME:] *= times
+    embed[end] *= 1.5
+    save_file(tensors, folder / "model.safetensors")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    shape = tokenizer["added_tokens"][0]
+    for number, name in enumerate(names):
+        own = {"id": VOCABULARY + number, "content": name, "special": VOCABULARY + number < FIRST_TIME}
+        tokenizer["added_tokens"].append(shape | own)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {
+        **ids,
+        "lang_to_id": {name: ID_OF[name] for name in ("<|en|>", "<|de|>")},
+        "task_to_id": {name: ID_OF[f"<|{name}|>"] for name in ("transcribe", "translate")},
+        "suppress_tokens": SUPPRESSED,
+        "begin_suppress_tokens": [*range(700, 900), end],
+        "no_timestamps_token_id": ID_OF["<|notimestamps|>"],
+        "prev_sot_token_id": ID_OF["<|startofprev|>"],
+        "max_initial_timestamp_index": 5,
+        "is_multilingual": True,
+        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
+        "pad_token_id": 0,
+        "max_length": 96,
+    } | changes
+    settings = {name: value for name, value in settings.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    return folder

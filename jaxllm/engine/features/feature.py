@@ -43,8 +43,8 @@ class Masks(NamedTuple):
     """The tokens that rows of a held step may sample. Letters: R rows, W words of 32 tokens."""
 
     words: np.ndarray  # int32[R, W]: a bit for each token
-    is_masked: np.ndarray
-    stuck: list[tuple[Output, str]]  # with a reason; zeros in `words`
+    is_masked: np.ndarray  # bool[R]: rows with a mask; or int8[R], their kinds in runner/timestamps.py
+    stuck: list[tuple[Output, str]]  # cannot continue, with a reason; zeros in `words`
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from jaxllm.engine.features.pooling.client import PoolingClient
 from jaxllm.engine.features.pooling.rows import NoPooling, Pooling
 from jaxllm.engine.features.scoring import Scoring
 from jaxllm.engine.features.sources import Sources
+from jaxllm.engine.features.speech.rows import SpeechRows
 from jaxllm.engine.features.transfer.feature import KvTransfer, NoTransfer
 from jaxllm.engine.features.weights import client as weights
 from jaxllm.engine.features.weights.calls import WeightCalls
@@ -56,6 +57,11 @@ def _sources(core: Core) -> Feature | None:
     return None if core.language.model.sources is None else Sources(core)
 
 
+def _speech(core: Core) -> Feature | None:
+    sources = core.language.model.sources
+    return None if sources is None or sources.sound is None else SpeechRows(core)
+
+
 def _of_generators(factory: Factory) -> Factory:
     return lambda core: None if _pools(core) else factory(core)
 
@@ -73,6 +79,7 @@ FEATURES: Mapping[str, Factory] = {
     "beams": _of_generators(BeamSearches),
     "drafts": _of_generators(_drafts),
     "grammars": _of_generators(GrammarRows),
+    "speech": _speech,
     "scoring": _of_generators(Scoring),
     "weights": _weights,
     "transfer": _transfer,

@@ -35,8 +35,8 @@ AnyReply = TypeVar("AnyReply", bound=CallsReply)
 _MANY_VALUES = 1 << 12  # log-probabilities; more take a thread
 _VALUE_BYTES = 150  # per log-probability (measured)
 _CHARACTERS = 32  # of text, as slow as one log-probability
-_PIECE = 1 << 20  # bytes per write; the next waits until most are sent
-_STREAM_HEADERS = [
+_PIECE = 1 << 20  # bytes per write; the next waits until most of them are sent
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # disables nginx's buffering
 ]
@@ -126,7 +126,7 @@ class TextAnswer(Answer[Reply | EventReply]):
             first = await anext(items)
             if self.prepare is not None:
                 await self.prepare()
-            headers = [(b"content-type", writer.media_type), *_STREAM_HEADERS]
+            headers = [(b"content-type", writer.media_type), *STREAM_HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             is_whole = True
             try:
@@ -189,7 +189,11 @@ def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
 
 
 async def send_json(send: Send, content: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send_whole(send, content, "application/json")
+
+
+async def send_whole(send: Send, content: bytes, media_type: str) -> None:
+    headers = [(b"content-type", media_type.encode("ascii")), (b"content-length", b"%d" % len(content))]
     *pieces, last = _pieces(content)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for piece in pieces:

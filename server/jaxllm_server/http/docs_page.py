@@ -39,7 +39,9 @@ for (const form of document.forms) form.onsubmit = async event => {
   status.textContent = "…";
   shown.textContent = "";
   try {
-    const answer = await fetch(path, { method: form.dataset.method, headers, body: fields.body && fields.body.value });
+    let body = fields.body && fields.body.value;
+    if (fields.upload) (body = new FormData()).append("file", fields.upload.files[0]);
+    const answer = await fetch(path, { method: form.dataset.method, headers, body });
     const streams = /event-stream|ndjson/.test(answer.headers.get("content-type") || "");
     status.textContent = answer.status + " " + answer.statusText + (streams ? ": the text of its events" : "");
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -121,8 +123,10 @@ def _operation(
         return
     yield f"<form data-method={method}><input name=path size=40 value='{escape(path, quote=True)}'>"
     yield "<button>Try it</button>"
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    if content:
+    media, content = next(iter(operation.get("requestBody", {}).get("content", {"": {}}).items()))
+    if media == "multipart/form-data":
+        yield "<p><input name=upload type=file>"
+    elif content:
         example = json.dumps(content.get("example", {}), indent=2)
         yield f"<textarea name=body rows={example.count(chr(10)) + 2}>{escape(example)}</textarea>"
     yield "<pre></pre><pre></pre>"

@@ -16,7 +16,14 @@ from jaxllm.errors import FeatureDisabledError, UnavailableError, UserError
 from jaxllm.version import __version__
 from jaxllm_server.access.client_quota import CallLimit
 from jaxllm_server.anthropic.replies import MessagesReply, count_call_of
-from jaxllm_server.http import adapter_routes, docs_page, generate_routes, pooling_routes, weight_routes
+from jaxllm_server.http import (
+    adapter_routes,
+    audio_routes,
+    docs_page,
+    generate_routes,
+    pooling_routes,
+    weight_routes,
+)
 from jaxllm_server.http.answering import Answering, Made, MakeReply
 from jaxllm_server.http.answers import TextAnswer, json_response, while_connected
 from jaxllm_server.http.guard import CLIENT
@@ -44,6 +51,7 @@ if TYPE_CHECKING:
 _MANY_TOKENS = 4096
 _FEATURES: Sequence[Callable[[Answering], list[ApiRoute]]] = (
     *(adapter_routes.routes, pooling_routes.routes, generate_routes.routes, weight_routes.routes),
+    audio_routes.routes,
 )
 
 

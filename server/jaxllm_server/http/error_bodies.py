@@ -29,7 +29,8 @@ _MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients
 # Other servers' routes, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
-    **dict.fromkeys(("audio", "realtime"), "jaxllm does not support speech models."),
+    "audio": "jaxllm makes no speech; it writes speech down at /v1/audio/transcriptions.",
+    "realtime": "jaxllm does not support conversations in speech.",
     "images": "jaxllm does not support image models.",
     "moderations": "jaxllm does not support moderation models; use /classify with a classifier.",
     **dict.fromkeys(

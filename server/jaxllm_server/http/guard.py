@@ -69,8 +69,9 @@ class Guard:
         length = headers.get(b"content-length", [b"0"])[0].strip(b" \t")
         if not length.isdigit():
             raise Refusal(400, "Content-Length must be a number.", "BAD_HEADER", closes=True)
-        if len(length) > 18 or int(length) > options.max_body_bytes:
-            raise body_too_large(options.max_body_bytes)
+        most = options.body_limit(scope["path"])
+        if len(length) > 18 or int(length) > most:
+            raise body_too_large(most)
         codings = headers.get(b"transfer-encoding", [b"chunked"])
         if len(codings) > 1 or codings[0].lower() != b"chunked":  # the parser ignores the gzip of "gzip, chunked"
             raise Refusal(400, "Only the Transfer-Encoding chunked is accepted.", "TRANSFER_ENCODING", closes=True)

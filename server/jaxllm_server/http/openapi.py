@@ -244,7 +244,7 @@ def _operation(route: ApiRoute, method: str) -> dict[str, Any]:
         references = [{"$ref": f"#/components/schemas/{body.name}"} for body in bodies]
         schema = references[0] if len(bodies) == 1 else {"anyOf": references}
         taken = {"schema": schema, "example": bodies[0].example}
-        operation["requestBody"] = {"required": True, "content": {JSON: taken}}
+        operation["requestBody"] = {"required": True, "content": {bodies[0].media: taken}}
     return operation
 
 

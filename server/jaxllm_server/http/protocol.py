@@ -55,7 +55,7 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
     class Connection(BoundedProtocol):
         max_head_bytes = options.max_header_bytes
-        max_body_bytes = options.max_body_bytes
+        body_limit = staticmethod(options.body_limit)
         head_seconds = stall_seconds = options.stall_timeout or None
 
     class Read(SmallReads):
@@ -100,9 +100,10 @@ class BoundedProtocol(HttpToolsProtocol):
     """A connection; subclasses set the limits."""
 
     max_head_bytes: int
-    max_body_bytes: int  # without chunk framing, which may be as large
-    head_seconds: float | None  # for a head, from its first byte or the connection's start
-    stall_seconds: float | None
+    body_limit: Callable[[str], int]  # bytes of a path's body
+    max_body_bytes = 0  # of the current request, excluding chunk framing, which may be as large
+    head_seconds: float | None  # for a complete head, from its first byte or the connection's start
+    stall_seconds: float | None  # for the client to read pending output
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
@@ -172,6 +173,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_late()
         self._is_in_head = False
         super().on_headers_complete()
+        self.max_body_bytes = self.body_limit(self.scope["path"])
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

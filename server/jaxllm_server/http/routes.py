@@ -14,6 +14,7 @@ from jaxllm_server.http.schemas import Schema
 Run: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 GET = ("GET",)
 JSON, LINES, HTML, PLAIN = "application/json", "application/x-ndjson", "text/html", "text/plain"
+FORM = "multipart/form-data"
 
 
 class Body(NamedTuple):
@@ -26,7 +27,8 @@ class Body(NamedTuple):
     example: Mapping[str, Any]
     unbuilt: Mapping[str, tuple[Any, ...]] = {}  # with accepted values
     streams: bool = False
-    shapes: Mapping[str, Schema] = {}  # if different from `SHAPES`
+    shapes: Mapping[str, Schema] = {}  # schemas of fields that `SHAPES` lacks or that differ from it
+    media: str = JSON
 
     @classmethod
     def of(

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 Schema: TypeAlias = dict[str, Any]
 INTEGER, NUMBER, FLAG, TEXT = ({"type": kind} for kind in ("integer", "number", "boolean", "string"))
 OBJECT: Schema = {"type": "object"}
+FILE: Schema = {"type": "string", "contentMediaType": "application/octet-stream"}
 IDS: Schema = {"type": "array", "items": INTEGER}
 STRINGS: Schema = {"type": "array", "items": TEXT}
 PROMPTS: Schema = {"anyOf": [TEXT, STRINGS, IDS, {"type": "array", "items": IDS}]}

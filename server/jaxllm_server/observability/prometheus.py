@@ -45,6 +45,8 @@ HTTP_ROUTES = (
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
     "/v1/responses/{response_id}/input_items",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
     "/v1/embeddings",
     "/pooling",
     "/classify",

@@ -13,7 +13,9 @@ from jaxllm.setting import setting
 
 _MAY_BE_ZERO = frozenset({"max_stored_response_bytes"})  # 0 disables the feature
 _PARSED = 4  # memory per byte of JSON: 1 for text, 4 to 20 for numbers and lists
-_BODIES_AT_ONCE = 16  # of maximum size, 128 MiB by default
+_BODIES_AT_ONCE = 16  # maximum-size bodies, 128 MiB by default
+_FORM_BYTES = 1 << 18  # of a form without its file
+AUDIO_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 UNKNOWN_FIELDS = ("refuse", "warn", "ignore")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -140,6 +142,8 @@ class ServerOptions:
 
     # Limits per request.
     max_body_bytes: int = setting(8 << 20, "maximum bytes of an HTTP body", "BYTES")
+    max_audio_bytes: int = setting(25 << 20, "maximum bytes of a file of sound", "BYTES")
+    max_audio_seconds: float = setting(1800.0, "maximum seconds of a file of sound; 0: any", "SECONDS")
     max_header_bytes: int = setting(16 << 10, "maximum bytes of all headers of an HTTP request", "BYTES")
     max_headers: int = setting(64, "maximum headers of an HTTP request")
     max_json_depth: int = setting(64, "maximum nesting depth of an HTTP body")
@@ -268,6 +272,10 @@ class ServerOptions:
             raise UserError("data_parallel_address needs admin_api_key, the same on both machines.", "admin_api_key")
         if self.data_parallel_ca_certs is not None and not self.headless:
             raise UserError("data_parallel_ca_certs requires headless.", "data_parallel_ca_certs")
+
+    def body_limit(self, path: str) -> int:
+        """Return the maximum bytes of a path's body; that of a file of sound has other fields too."""
+        return self.max_audio_bytes + _FORM_BYTES if path.endswith(AUDIO_PATHS) else self.max_body_bytes
 
     @property
     def most_sequences(self) -> int:

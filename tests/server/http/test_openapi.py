@@ -20,10 +20,12 @@ from jaxllm_server.http import weight_routes
 from jaxllm_server.http.answering import Answering
 from jaxllm_server.http.endpoints import Endpoints
 from jaxllm_server.http.openapi import description_of
+from jaxllm_server.http.routes import JSON
 from jaxllm_server.ollama.models import asked_name
 from jaxllm_server.ollama.pooling import OllamaEmbedReply
 from jaxllm_server.ollama.replies import OllamaChatReply, OllamaGenerateReply
 from jaxllm_server.openai import adapters, tokens, weights
+from jaxllm_server.openai.audio import TranscriptionReply, TranslationReply
 from jaxllm_server.openai.chat import ChatReply
 from jaxllm_server.openai.chats import ChatsReply
 from jaxllm_server.openai.completions import CompletionReply
@@ -33,13 +35,14 @@ from jaxllm_server.openai.pooling import REPLIES
 from jaxllm_server.requests.shared_fields import WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
-from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.options import AUDIO_PATHS, ServerOptions
 from tests.support.fake_serving import FakeServing, http_server
 
 LORA_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 OPTIONS = ServerOptions(enable_tokenizer_info_endpoint=True)
 ROUTES = Endpoints(FakeServing(), OPTIONS, None, None).table
 BODIES = {route.name: route.bodies[0] for route in ROUTES if len(route.bodies) == 1}
+JSON_BODIES = {path: body for path, body in BODIES.items() if body.media == JSON}
 DESCRIPTION = description_of(ROUTES)
 # The rules of OpenAPI 3.1 for the parts in use here.
 OPENAPI = {
@@ -101,6 +104,10 @@ def read(path: str, body: dict[str, Any]) -> None:
                 use_activation=call.use_activation,
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
+    elif path in AUDIO_REPLIES:
+        if isinstance(body["file"], str):
+            body["file"] = body["file"].encode()
+        AUDIO_REPLIES[path](body, OPTIONS, "id")
     elif path in TEXT_REPLIES:
         for call in TEXT_REPLIES[path](body, OPTIONS, "id").calls:
             SamplingParams(**call.sampling)
@@ -133,6 +140,7 @@ TEXT_REPLIES: dict[str, Any] = {
     "/api/chat": OllamaChatReply,
     "/api/generate": OllamaGenerateReply,
 }
+AUDIO_REPLIES = dict(zip(AUDIO_PATHS, (TranscriptionReply, TranslationReply), strict=True))
 POOL_REPLIES = {**REPLIES, "/api/embed": OllamaEmbedReply}
 VALUES: list[Any] = [True, 7, 0.5, "§", ["§"], [7], [{}], {"§": 7}]
 
@@ -203,7 +211,9 @@ def test_the_pages_show_what_a_server_answers(tasks: tuple[str, ...]) -> None:
 def test_answers_have_a_type_that_is_described() -> None:
     serving = FakeServing(options=ServerOptions(enable_tokenizer_info_endpoint=True))
     posts = [(path, {}) for path in ("/tokenize", "/v1/chat/completions/batch")]
-    posts += [(path, {"stream": stream}) for path, body in BODIES.items() if body.streams for stream in (False, True)]
+    posts += [
+        (path, {"stream": stream}) for path, body in JSON_BODIES.items() if body.streams for stream in (False, True)
+    ]
     posts += [(f"/api/{name}", {"stream": stream}) for name in ("chat", "generate") for stream in (False, True)]
     with http_server(serving, serving.options) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
         paths = http.get("/openapi.json").json()["paths"]

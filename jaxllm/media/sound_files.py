@@ -1,0 +1,130 @@
+"""Read files of sound: WAV, and with soundfile FLAC, OGG and MP3."""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Iterable, Iterator
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import UserError
+from jaxllm.media.sound import MOST_RATE, RATE, wav_blocks
+
+MOST_CHANNELS = 32
+FRAMES = 1 << 18  # decoded at once
+_WITHOUT_LIBRARY = (
+    "The file is no WAV file of integers. FLAC, OGG and MP3 are read where soundfile is installed: "
+    "pip install 'jaxllm[media]'."
+)
+_UNKNOWN = "The file is not WAV, FLAC, OGG or MP3, or it is damaged: {}."
+
+
+def seconds_of(data: bytes, most: float | None = None) -> float:
+    """Return a file's length by its header, without decoding it; raise UserError if it is above `most` seconds."""
+    found = _wav_length(data)
+    if found is None:
+        with _opened(data) as file:
+            found = file.frames / _rate_of(file)
+    return _checked(found, most)
+
+
+def read_sound(data: bytes, most: float | None = None) -> np.ndarray:
+    """Return a file's samples at 16 kHz, float32 from -1 to 1 with channels averaged; raise UserError.
+
+    `most` is a bound in seconds, because a header may be wrong.
+    """
+    if _wav_length(data) is not None:
+        pieces = list(_bounded(resampled(*wav_blocks(data)), most))
+    else:
+        with _opened(data) as file:
+            pieces = list(_bounded(resampled(_blocks(file), _rate_of(file)), most))
+    if not sum(map(len, pieces)):
+        raise UserError("The file has no sound.", "file")
+    return np.concatenate(pieces)
+
+
+def resampled(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
+    """Yield samples at 16 kHz, the same as `at_rate` of all blocks together."""
+    if rate == RATE:
+        yield from blocks
+        return
+    from scipy.signal import firwin, resample_poly
+
+    up, down = RATE // gcd(RATE, rate), rate // gcd(RATE, rate)
+    half = 10 * max(up, down)  # of the filter that `resample_poly` designs
+    window: Any = ("kaiser", 5.0)
+    taps = np.asarray(firwin(2 * half + 1, 1.0 / max(up, down), window=window), np.float32)
+    # Multiples of `down`, so that each piece begins at a sample of the output.
+    piece, context = (-(-count // down) * down for count in (FRAMES, half // up + 1))
+    held, before = np.zeros(0, np.float32), 0  # not yet written samples, with context before them
+    for block in blocks:
+        held = np.concatenate([held, block])
+        while len(held) >= before + piece + context:
+            made = np.asarray(resample_poly(held[: before + piece + context], up, down, window=taps), np.float32)
+            yield made[before * up // down : (before + piece) * up // down]
+            start = max(0, before + piece - context)
+            held, before = held[start:], before + piece - start
+    if len(held) > before:
+        yield np.asarray(resample_poly(held, up, down, window=taps), np.float32)[before * up // down :]
+
+
+def _bounded(pieces: Iterable[np.ndarray], most: float | None) -> Iterator[np.ndarray]:
+    total = 0
+    for piece in pieces:
+        total += len(piece)
+        _checked((total - 1) / RATE, most)
+        yield piece
+
+
+def _checked(seconds: float, most: float | None) -> float:
+    if most is not None and seconds > most:
+        raise UserError(f"The sound has more than {most:g} s, the most that is accepted; cut it into pieces.", "file")
+    return seconds
+
+
+def _wav_length(data: bytes) -> float | None:
+    """Return a WAV file's length; None if it is another file or has other numbers than integers."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return None
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            size, rate = file.getsampwidth() * file.getnchannels(), file.getframerate()
+            return min(file.getnframes(), len(data) // size) / rate
+    except (wave.Error, EOFError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _opened(data: bytes) -> Any:
+    try:
+        import soundfile  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError) as error:  # OSError: the wheel has no library for this machine
+        raise UserError(_WITHOUT_LIBRARY, "file") from error
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except (RuntimeError, TypeError, ValueError) as error:
+        why = str(error).rpartition(": ")[2].rstrip(".") or "it ends early"
+        raise UserError(_UNKNOWN.format(why), "file") from error
+    if not 1 <= file.channels <= MOST_CHANNELS:
+        file.close()
+        raise UserError(f"A file may have at most {MOST_CHANNELS} channels, got {file.channels}.", "file")
+    return file
+
+
+def _rate_of(file: Any) -> int:
+    if not 1 <= file.samplerate <= MOST_RATE:
+        raise UserError(f"A file's rate must be from 1 to {MOST_RATE} per second, got {file.samplerate}.", "file")
+    return int(file.samplerate)
+
+
+def _blocks(file: Any) -> Iterator[np.ndarray]:
+    while True:
+        try:
+            block = file.read(FRAMES // file.channels, dtype="float32", always_2d=True)
+        except RuntimeError as error:
+            raise UserError(_UNKNOWN.format(str(error).rstrip(".")), "file") from error
+        if not len(block):
+            return
+        yield np.clip(np.nan_to_num(block.mean(axis=1)), -1.0, 1.0)

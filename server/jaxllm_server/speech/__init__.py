@@ -1,0 +1,1 @@
+"""Transcriptions of recordings."""
