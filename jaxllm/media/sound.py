@@ -22,7 +22,7 @@ HOP, WINDOW = 160, 400  # samples
 MOST_RATE = 384000
 MOST_DENOMINATOR = 1000
 PARAMETER = "multi_modal_data"
-_UNREADABLE = wave.Error, EOFError, ValueError, RuntimeError, OverflowError  # RuntimeError: sizes that differ
+UNREADABLE = wave.Error, EOFError, ValueError, RuntimeError, OverflowError  # by `wave`
 _SAMPLES_AT_ONCE = 1 << 18  # of a WAV file
 _FRAMES_AT_ONCE = 4096  # of a transform, which needs 3,200 bytes for each
 
@@ -118,17 +118,22 @@ def _samples_of(given: Any) -> tuple[np.ndarray, int]:
     return samples.astype(np.float32), int(rate)
 
 
-def at_rate(samples: np.ndarray, rate: int, wanted: int = RATE) -> np.ndarray:
-    """Return samples at another rate, by a polyphase filter.
+def ratio_of(rate: int, wanted: int = RATE) -> tuple[int, int]:
+    """Return the numbers of samples at the wanted rate and at another in an equal time.
 
-    Unusual rates become the nearest ratio with a denominator of at most 1,000, which bounds the length of the filter.
+    Unusual rates become the nearest ratio with a denominator of at most 1,000, which bounds the length of filters.
     """
+    ratio = Fraction(wanted, rate).limit_denominator(MOST_DENOMINATOR)
+    return ratio.numerator, ratio.denominator
+
+
+def at_rate(samples: np.ndarray, rate: int, wanted: int = RATE) -> np.ndarray:
+    """Return samples at another rate, by a polyphase filter."""
     if rate == wanted:
         return samples
     from scipy.signal import resample_poly
 
-    ratio = Fraction(wanted, rate).limit_denominator(MOST_DENOMINATOR)
-    return np.asarray(resample_poly(samples, ratio.numerator, ratio.denominator), np.float32)
+    return np.asarray(resample_poly(samples, *ratio_of(rate, wanted)), np.float32)
 
 
 def read_wav(data: bytes) -> tuple[np.ndarray, int]:
@@ -142,7 +147,7 @@ def wav_blocks(data: bytes) -> tuple[Iterator[np.ndarray], int]:
     try:
         file = wave.open(io.BytesIO(data))
         size, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _refused(error) from error
     if size not in (1, 2, 3, 4) or channels < 1:
         raise UserError(f"WAV samples of {size} bytes are not supported.", "file")
@@ -155,7 +160,7 @@ def _blocks(file: wave.Wave_read, size: int, channels: int) -> Iterator[np.ndarr
     try:
         while raw := file.readframes(max(1, _SAMPLES_AT_ONCE // channels)):
             yield _values(raw, size, channels)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise _refused(error) from error
 
 

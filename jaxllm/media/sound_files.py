@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Iterable, Iterator
-from math import gcd
 from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.media.sound import MOST_RATE, RATE, wav_blocks
+from jaxllm.media.sound import MOST_RATE, RATE, UNREADABLE, ratio_of, wav_blocks
 
 MOST_CHANNELS = 32
 FRAMES = 1 << 18  # decoded at once
@@ -53,7 +52,7 @@ def resampled(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
         return
     from scipy.signal import firwin, resample_poly
 
-    up, down = RATE // gcd(RATE, rate), rate // gcd(RATE, rate)
+    up, down = ratio_of(rate)
     half = 10 * max(up, down)  # of the filter that `resample_poly` designs
     window: Any = ("kaiser", 5.0)
     taps = np.asarray(firwin(2 * half + 1, 1.0 / max(up, down), window=window), np.float32)
@@ -93,7 +92,7 @@ def _wav_length(data: bytes) -> float | None:
         with wave.open(io.BytesIO(data)) as file:
             size, rate = file.getsampwidth() * file.getnchannels(), file.getframerate()
             return min(file.getnframes(), len(data) // size) / rate
-    except (wave.Error, EOFError, ValueError, ZeroDivisionError):
+    except (*UNREADABLE, ZeroDivisionError):
         return None
 
 

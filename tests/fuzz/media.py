@@ -19,7 +19,8 @@ from jaxllm.errors import UserError
 from jaxllm.media.messages import take_images
 from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import Processor, read_processor
-from jaxllm.media.sound import LogMel, read_wav
+from jaxllm.media.sound import LogMel
+from jaxllm.media.sound_files import read_sound
 from jaxllm.media.sources import Sources
 from tests.support.vision_models import SIDE, processor_settings
 
@@ -71,8 +72,8 @@ def read_image(data: bytes) -> None:
 
 
 def read_sound(data: bytes) -> None:
-    """Read a WAV file, up to the spectrogram of an encoder."""
-    bands = LogMel(80, 100).spectrogram(read_wav(data))
+    """Read a file of sound, up to the spectrogram of an encoder."""
+    bands = LogMel(80, 100).spectrogram(read_sound(data, most=1.0))
     assert bands.shape == (80, 100) and np.isfinite(bands).all()
 
 
