@@ -48,7 +48,7 @@ def processors() -> tuple[Processor, ...]:
     )
 
 
-def read_image(data: bytes) -> None:
+def take_image(data: bytes) -> None:
     """Read a URL, or a file in a data: URL: the first byte chooses the type, or says that a URL follows."""
     kind, content = data[:1].ljust(1, b"\0")[0] % (len(MIMES) + 1), data[1:]
     if kind == len(MIMES):
@@ -71,7 +71,7 @@ def read_image(data: bytes) -> None:
             assert np.isfinite(image.pixels).all() and 0 < image.num_tokens <= processor.most_tokens
 
 
-def read_sound(data: bytes) -> None:
+def take_sound(data: bytes) -> None:
     """Read a file of sound, up to the spectrogram of an encoder."""
     bands = LogMel(80, 100).spectrogram(read_sound(data, most=1.0))
     assert bands.shape == (80, 100) and np.isfinite(bands).all()

@@ -214,8 +214,8 @@ TARGETS = {
         Target("stream", _stream, _streams),
         Target("stop", _stop, _stops),
         Target("parsers", _parsers, _model_texts),
-        Target("image", media.read_image, media.images, media.MOST_MEMORY),
-        Target("sound", media.read_sound, media.sounds),
+        Target("image", media.take_image, media.images, media.MOST_MEMORY),
+        Target("sound", media.take_sound, media.sounds),
         Target("safetensors", files.of_file("model.safetensors", files.read_safetensors), files.safetensors_files),
         Target(
             "adapter_config", files.of_file("adapter_config.json", files.read_adapter_folder), files.adapter_configs
