@@ -58,6 +58,7 @@ class Images(NamedTuple):
     placeholder: int  # token id
     tensors: Family  # the row of the tower's tensor names
     processor: Callable[[Mapping[str, Any]], Processor]  # reads preprocessor_config.json
+    is_bidirectional: bool = False  # the tokens of an image attend to each other
 
 
 class Encoder(NamedTuple):

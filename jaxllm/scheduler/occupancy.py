@@ -127,7 +127,12 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 
 
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
-    """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk."""
+    """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk.
+
+    Models whose images are whole in a chunk also end it before an image that exceeds it.
+    """
     if not request.media:
         return length
+    if limits.whole_image:
+        length = media.whole(request.media, start, length)
     return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

@@ -51,6 +51,7 @@ class Limits:
     num_media_units: int = 0  # of the encoder's cache, see media.py; 0: no encoder
     media_unit: int = 1  # embeddings of a unit
     max_encoded: int = 0  # tokens of images or sources that a plan encodes, except for its first one
+    whole_image: int = 0  # tokens of the longest image, if no chunk may end inside one; 0: chunks may
     max_source: int = 0  # most tokens of an encoder's input, see sources.py; 0: no encoder-decoder model
 
     @property

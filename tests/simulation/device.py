@@ -307,6 +307,8 @@ class Device:
 
         if self.media is not None and not shape.is_decode:
             self._check_media(self.media, field["token_media"], token_slots, positions)
+            if shape.looks_ahead:
+                self._check_whole_images(field["token_last_seen"], token_slots, positions)
 
         # Write: the content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
@@ -460,6 +462,19 @@ class Device:
             due = None if owner is None else owner.images.get(position)
             if (due is None) != (row == media.num_rows) or (due is not None and int(media.rows[row]) != due):
                 raise Violation(f"position {position} of slot {slot} has another embedding than is due")
+
+    def _check_whole_images(self, last_seen: np.ndarray, token_slots: np.ndarray, positions: np.ndarray) -> None:
+        """Check that tokens of images see all of their image, which this step has, and others themselves only."""
+        ends = dict(zip(token_slots.tolist(), positions.tolist(), strict=True))  # the last one of each slot
+        for slot, position, seen in zip(*(each.tolist() for each in (token_slots, positions, last_seen)), strict=False):
+            owner = self.owners[slot]
+            if owner is None:
+                continue
+            due = owner.last_places.get(position, position)
+            if seen != due:
+                raise Violation(f"position {position} of slot {slot} sees to {seen}, where {due} is due")
+            if due > ends[slot]:
+                raise Violation(f"a chunk of slot {slot} ends inside an image, at {ends[slot]}")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
         """Check that the buffer of a second half fits its first half; return the mask of each row, or None."""

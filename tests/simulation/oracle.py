@@ -223,6 +223,7 @@ class Truth:
         self.params = params
         self.weights = weights
         self.images = images
+        self.last_places: Mapping[int, int] = {}  # of the image of each placeholder
         self.prompt = tuple(prompt)
         self.seed = seed
         self.limit = limit
