@@ -1,4 +1,4 @@
-"""A vision transformer whose patches are averaged to fewer tokens: Gemma 3's tower and projector (Gemma Team 2025).
+"""A vision transformer that averages patches to fewer tokens: Gemma 3's tower and projector (Gemma Team 2025).
 
 SigLIP's last states are normed, averaged over squares of patches, normed again and multiplied with one matrix. Letters:
 N tokens of an image, S pixels of its side, D width of the tower, E width of the decoder.

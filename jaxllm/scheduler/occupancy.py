@@ -129,7 +129,7 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
     """Return the length of a chunk that ends before an image without embeddings; encodes images of the chunk.
 
-    Models whose images are whole in a chunk also end it before an image that exceeds it.
+    With `whole_image` the chunk also ends before an image that exceeds it.
     """
     if not request.media:
         return length

@@ -152,7 +152,7 @@ def grow(
     """Allocate the second group's blocks for a step; add them to `table`.
 
     Decoding slots among `growing` receive `counts`, as in the first group; slots in `lacking`, with a prompt to
-    continue, receive what they lack.
+    continue, receive the number there.
     """
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)

@@ -308,7 +308,8 @@ class Device:
         if self.media is not None and not shape.is_decode:
             self._check_media(self.media, field["token_media"], token_slots, positions)
             if shape.looks_ahead:
-                self._check_whole_images(field["token_last_seen"], token_slots, positions)
+                chunks = slice(int(field["num_decodes"][0]), None)
+                self._check_whole_images(field["token_last_seen"][chunks], token_slots[chunks], positions[chunks])
 
         # Write: the content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
@@ -464,7 +465,7 @@ class Device:
                 raise Violation(f"position {position} of slot {slot} has another embedding than is due")
 
     def _check_whole_images(self, last_seen: np.ndarray, token_slots: np.ndarray, positions: np.ndarray) -> None:
-        """Check that tokens of images see all of their image, which this step has, and others themselves only."""
+        """Check that chunks have whole images, whose tokens see all of them; other tokens see to themselves."""
         ends = dict(zip(token_slots.tolist(), positions.tolist(), strict=True))  # the last one of each slot
         for slot, position, seen in zip(*(each.tolist() for each in (token_slots, positions, last_seen)), strict=False):
             owner = self.owners[slot]

@@ -41,7 +41,7 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
 
 
 def _pictured(chance: random.Random, **others: Any) -> dict[str, Any]:
-    """Return settings with an encoder whose cache holds one to three images."""
+    """Return settings with an encoder that caches one to three images."""
     own = _tight(chance, 4, 20, beams=0.0, grammars=0.1, prefix_caching=True, max_drafts=0, most_queued_tokens=None)
     unit, longest = chance.choice((1, 2)), chance.choice((2, 5))
     own |= {"max_step_tokens": chance.choice((4, 8, 64)), "media_unit": unit, "media_longest": longest}
@@ -135,11 +135,18 @@ FOCUS = {
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
         ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption"),
     ),
-    # The same where no chunk may end inside an image, with windows that are shorter than images.
+    # The same where no chunk may end inside an image, with few blocks of windowed layers.
     "whole images": Focus(
-        lambda chance: _pictured(chance, whole_images=True),
+        lambda chance: _pictured(
+            chance,
+            whole_images=True,
+            window=chance.choice((0, 1, 2, 4)),
+            num_window_blocks=1 + chance.choice((0, 0, 3, 6)),
+            media_longest=5,
+            media_units=5 * chance.choice((1, 2, 3)),
+        ),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
-        ("image_encoded", "image_hit", "image_whole", "window_preempted", "window_shortened"),
+        ("image_encoded", "image_hit", "image_whole", "window_shortened", "preemption"),
     ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(

@@ -38,7 +38,7 @@ def draw_media(chance: random.Random, longest: int) -> dict[str, Any]:
 
 
 def fit_whole_images(setting: dict[str, Any]) -> None:
-    """Raise the tokens of a step and the blocks of windowed layers to what the longest image needs."""
+    """Raise the tokens of a step and the blocks of windowed layers to the needs of the longest image."""
     if whole := whole_image(setting):
         size, window = setting["block_size"], setting["window"]
         setting["max_step_tokens"] = max(setting["max_step_tokens"], setting["num_slots"] + whole)
