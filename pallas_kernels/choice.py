@@ -120,7 +120,7 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
             return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))}, here is {version}"
     if site.has_bias and name != "xla" and operation.startswith("paged_"):
         return "it adds no bias to scores"
-    if site.looks_ahead and name != "xla" and operation == "paged_prefill":
+    if site.looks_ahead and name not in ("xla", "triton") and operation == "paged_prefill":
         return "its queries see no keys after them, as those of images must"
     own = module(operation, name)
     return own.refusal(operation, site) if hasattr(own, "refusal") else None

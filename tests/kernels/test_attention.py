@@ -224,7 +224,7 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
 
 
 @pytest.mark.parametrize("window", [30, *(pytest.param(each, marks=pytest.mark.ci) for each in (None, 5))])
-def test_queries_of_images_see_keys_after_them(window: int | None) -> None:
+def test_queries_of_images_see_keys_after_them(window: int | None, implementation: Any = "xla") -> None:
     """Test images that begin and end inside tiles and blocks, windows shorter than an image, and unwritten keys."""
     case, tile, start, cached = Case(4, 16, 2, 2, window=window), 8, 3, 17
     pool = Pool(case, num_blocks=80)
@@ -239,7 +239,7 @@ def test_queries_of_images_see_keys_after_them(window: int | None) -> None:
     lengths, places = np.asarray([8] * 5 + [3, 2], np.int32), np.asarray([*range(17, 60, 8), 17], np.int32)
     arguments = q, *pool.caches, pool.tables([sequences[one] for one in owners], 20), starts, lengths, places
     prefill, seen = partial(pallas_kernels.paged_prefill, tile=tile, **case.options), jnp.asarray(last_seen, jnp.int32)
-    out = np.asarray(jax.jit(partial(prefill, implementation="xla"))(*arguments, last_seen=seen))
+    out = np.asarray(jax.jit(partial(prefill, implementation=implementation))(*arguments, last_seen=seen))
     for token in range(new):
         owner, place = (0, cached + token) if token < 43 else (1, token - 43 + 17)
         due = pool.attend(q[start + token], sequences[owner], place, None, last_seen=int(last_seen[start + token]))
