@@ -19,6 +19,7 @@ REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
 IMAGES = "a model with images"
 ANY_SIZE = "a model with images of any size"
+WHOLE_IMAGES = "a model with attention in both directions within images"
 SEQ2SEQ = "an encoder-decoder model"
 MANY_GPUS = "tensor_parallel_size above 2 on GPUs"
 
@@ -43,6 +44,8 @@ REFUSED = (
     Refused("pipeline_parallel_size", POOLS, "only steps that generate are divided into stages"),
     Refused("pipeline_parallel_size", "kv_transfer_config", "a stage has the KV blocks of its layers only"),
     Refused("pipeline_parallel_size", ANY_SIZE, "its layers read more than the token's position"),
+    Refused("pipeline_parallel_size", WHOLE_IMAGES, "a stage computes parts of an image one after the other"),
+    Refused("deterministic", WHOLE_IMAGES, "each token attends by itself"),
     Refused("kv_cache_dtype", WHOLE_PROMPTS, "there is no cache"),
     Refused("quantization", EXPERTS, "they are not rounded when they are loaded"),
     Refused("quantization", LATENT, "it is not rounded when it is loaded"),

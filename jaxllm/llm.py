@@ -164,7 +164,8 @@ class LLM(OfflineWeightCalls):
         model, config = self.engine.model_of(lora_request), self.engine.config
         sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
         messages, images = take_images(messages, model.processor, sources, config.most_images)
-        text, ids = model.tokenizer.encode_chat(messages, **template_args)
+        marks = {"image_marks": model.image_marks} if images else {}
+        text, ids = model.tokenizer.encode_chat(messages, **marks, **template_args)
         return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
 
     def beam_search(

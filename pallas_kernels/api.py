@@ -176,13 +176,16 @@ def paged_prefill(
     v_scales: Float[Array, "N K P"] | None = None,
     float8: str | None = None,
     bias: Float[Array, "H L"] | None = None,
+    last_seen: Int[Array, " T"] | None = None,
     implementation: str | Choice | None = None,
 ) -> Float[Array, "T H V"]:
     """Attend causally with ragged queries over cached keys.
 
     Tile y is `tile_length[y]` (at most `tile`) consecutive queries of a sequence from `tile_start[y]`, the first at
     position `tile_position[y]`; their keys are already stored in blocks `tables[y]`. Tiles must not overlap; length 0
-    is padding; queries outside tiles return zeros. Otherwise as `paged_decode`.
+    is padding; queries outside tiles return zeros. `last_seen`, at least a query's position, is that of the last key
+    that it sees, for tokens of an image that attend to all of it; windows begin before the query. Otherwise as
+    `paged_decode`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
@@ -199,9 +202,10 @@ def paged_prefill(
         value_size=value_size,
         float8=float8,
         bias=bias,
+        last_seen=last_seen,
     )
     tiles = Tiles(tile_start, tile_length, tile_position)
-    site = _site(q, k_cache, q.shape[1], value_size, softcap, bias is not None)
+    site = _site(q, k_cache, q.shape[1], value_size, softcap, bias is not None, last_seen is not None)
     return _dispatch("paged_prefill", implementation, site, {"tile": tile}, (q, tiles, args))
 
 
@@ -440,6 +444,7 @@ def _site(
     value_size: int | None,
     softcap: float | None = None,
     has_bias: bool = False,
+    looks_ahead: bool = False,
 ) -> Site:
     return Site(
         platform="",
@@ -452,6 +457,7 @@ def _site(
         block_tokens=k_cache.shape[2],
         has_softcap=softcap is not None,
         has_bias=has_bias,
+        looks_ahead=looks_ahead,
     )
 
 

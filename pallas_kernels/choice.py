@@ -62,6 +62,7 @@ class Site:
     block_tokens: int = 16
     has_softcap: bool = False
     has_bias: bool = False  # of scores, by distance
+    looks_ahead: bool = False  # queries of prompts see keys after them, see `last_seen` of `paged_prefill`
     shards: int = 1  # of the vocabulary
     kind: str = "float"  # of weights
     rounds_rows: bool = False
@@ -119,6 +120,8 @@ def refusal(operation: str, name: str, site: Site) -> str | None:
             return f"it needs triton {'.'.join(map(str, OLDEST_TRITON))}, here is {version}"
     if site.has_bias and name != "xla" and operation.startswith("paged_"):
         return "it adds no bias to scores"
+    if site.looks_ahead and name not in ("xla", "triton") and operation == "paged_prefill":
+        return "its queries see no keys after them, as those of images must"
     own = module(operation, name)
     return own.refusal(operation, site) if hasattr(own, "refusal") else None
 

@@ -38,6 +38,17 @@ class ModelInfo:
     sources: SourcePrompts | None = None  # of an encoder-decoder model
 
     @property
+    def image_marks(self) -> tuple[str, str, str] | None:
+        """Return the texts of the tokens before, for and after an image, for `placeholders.marked`."""
+        if self.processor is None or self.processor.marks is None:
+            return None
+        before, after = self.processor.marks
+        texts = [self.tokenizer.backend.id_to_token(token) for token in (before, self.processor.placeholder, after)]
+        if None in texts:
+            raise UserError("The tokenizer lacks tokens around images that config.json names.", "tokenizer")
+        return texts[0], texts[1], texts[2]
+
+    @property
     def tasks(self) -> tuple[PoolingTask, ...]:
         """The tasks of a pooling model; only one with a single label scores."""
         if self.pooler is None:

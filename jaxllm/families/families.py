@@ -14,6 +14,7 @@ from jaxllm.families.config_fields import Fields
 from jaxllm.families.dense_families import DENSE
 from jaxllm.families.encoder_families import ENCODERS
 from jaxllm.families.family import Encoder, Family, Images
+from jaxllm.families.gemma_vl_families import GEMMA
 from jaxllm.families.moe_families import ROUTED
 from jaxllm.families.qwen_vl_families import OF_ANY_SIZE
 from jaxllm.families.seq2seq_families import SEQ2SEQ
@@ -21,7 +22,7 @@ from jaxllm.families.stored_formats import read_stored
 from jaxllm.families.vision_families import WITH_IMAGES
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, *OF_ANY_SIZE, *SEQ2SEQ)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, GEMMA, *OF_ANY_SIZE, *SEQ2SEQ)
 
 # Keys without effect on the forward pass, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(

@@ -57,6 +57,7 @@ class Images(NamedTuple):
     placeholder: int  # token id
     tensors: Family  # names of the tower's tensors
     processor: Callable[[Mapping[str, Any]], Processor]
+    is_bidirectional: bool = False  # the tokens of an image attend to each other
 
 
 class Encoder(NamedTuple):

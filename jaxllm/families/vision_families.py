@@ -43,7 +43,7 @@ _CLIP: dict[str, Any] = {
     **{"image_size": 224, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
 }
 # By model_type of a vision_config.
-_TOWERS: dict[str, dict[str, Any]] = {
+TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": _CLIP,
     "siglip_vision_model": _CLIP | {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
@@ -79,8 +79,8 @@ def text_of(fields: Fields) -> tuple[Fields, Callable[[Fields], Spec]]:
 def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
     given = fields.inner("vision_config")
     kind = given.take("model_type", str, "clip_vision_model")
-    if kind not in _TOWERS:
-        known = ", ".join(_TOWERS)
+    if kind not in TOWERS:
+        known = ", ".join(TOWERS)
         raise UserError(
             f"config.json: vision_config of type {kind!r:.80} is not supported, only {known}.", "vision_config"
         )
@@ -90,7 +90,7 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
         values = {"image_size": 336, "patch_size": 14, "hidden_size": 1024, "intermediate_size": 4096}
         values |= {"num_hidden_layers": 24, "num_attention_heads": 16}
     own = Fields(
-        _TOWERS[kind] | {key: value for key, value in values.items() if value is not None},
+        TOWERS[kind] | {key: value for key, value in values.items() if value is not None},
         where="config.json, vision_config",
     )
     own.only("num_channels", 3)
@@ -135,7 +135,7 @@ def _llava(fields: Fields, width: int, vocab_size: int) -> Images:
     )
     own.finish(TOWER_WITHOUT_EFFECT)
     read = partial(read_processor, placeholder=placeholder, num_tokens=spec.num_tokens, side=side)
-    return Images(spec, placeholder, _tower_of(spec, layers), read)
+    return Images(spec, placeholder, tower_row(spec, layers), read)
 
 
 def _features(given: Any, layers: int) -> tuple[int, ...]:
@@ -157,42 +157,42 @@ def tower_activation(fields: Fields, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-_TOWER = "vision_tower."
-_PROJECTOR = "multi_modal_projector."
-_TENSORS = LLAMA_TENSORS | named(
+TOWER = "vision_tower."
+PROJECTOR = "multi_modal_projector."
+TOWER_TENSORS = LLAMA_TENSORS | named(
     {
-        "patches": f"{_TOWER}embeddings.patch_embedding",
-        "positions": f"{_TOWER}embeddings.position_embedding",
-        "pre_norm": f"{_TOWER}pre_layrnorm",
-        "project_1": f"{_PROJECTOR}linear_1",
-        "project_2": f"{_PROJECTOR}linear_2",
-        "attn_norm": f"{_TOWER}encoder.layers.{{}}.layer_norm1",
-        "mlp_norm": f"{_TOWER}encoder.layers.{{}}.layer_norm2",
-        "up": f"{_TOWER}encoder.layers.{{}}.mlp.fc1",
-        "down": f"{_TOWER}encoder.layers.{{}}.mlp.fc2",
-        **{name: f"{_TOWER}encoder.layers.{{}}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")},
+        "patches": f"{TOWER}embeddings.patch_embedding",
+        "positions": f"{TOWER}embeddings.position_embedding",
+        "pre_norm": f"{TOWER}pre_layrnorm",
+        "project_1": f"{PROJECTOR}linear_1",
+        "project_2": f"{PROJECTOR}linear_2",
+        "attn_norm": f"{TOWER}encoder.layers.{{}}.layer_norm1",
+        "mlp_norm": f"{TOWER}encoder.layers.{{}}.layer_norm2",
+        "up": f"{TOWER}encoder.layers.{{}}.mlp.fc1",
+        "down": f"{TOWER}encoder.layers.{{}}.mlp.fc2",
+        **{name: f"{TOWER}encoder.layers.{{}}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")},
     }
 )
-_TENSORS["class"] = f"{_TOWER}embeddings.class_embedding"
+TOWER_TENSORS["class"] = f"{TOWER}embeddings.class_embedding"
 # Names of transformers 5, 4.52 and before.
-_RENAMED = (
+RENAMED = (
     ("language_model.model.", ""),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", ""),
-    ("model.vision_tower.vision_model.", _TOWER),
-    ("vision_tower.vision_model.", _TOWER),
-    ("model.vision_tower.", _TOWER),
-    ("model.multi_modal_projector.", _PROJECTOR),
+    ("model.vision_tower.vision_model.", TOWER),
+    ("vision_tower.vision_model.", TOWER),
+    ("model.vision_tower.", TOWER),
+    ("model.multi_modal_projector.", PROJECTOR),
 )
 
 
-def _tower_of(spec: VisionSpec, num_layers: int) -> Family:
+def tower_row(spec: VisionSpec, num_layers: int) -> Family:
     """Return the row of a tower's tensors, without later layers."""
-    behind = tuple(f"{_TOWER}encoder.layers.{layer}." for layer in range(spec.num_layers, num_layers))
+    behind = tuple(f"{TOWER}encoder.layers.{layer}." for layer in range(spec.num_layers, num_layers))
     return Family(
         (),
         None,
-        _TENSORS,
+        TOWER_TENSORS,
         "model.",
         ignored=(".position_ids",),
         heads=(
@@ -200,19 +200,19 @@ def _tower_of(spec: VisionSpec, num_layers: int) -> Family:
             "norm.",
             "layers.",
             "lm_head.",
-            f"{_TOWER}post_layernorm.",
-            f"{_TOWER}head.",
+            f"{TOWER}post_layernorm.",
+            f"{TOWER}head.",
             *behind,
         ),
-        renamed=_RENAMED,
+        renamed=RENAMED,
     )
 
 
 LLAVA = Family(
     ("LlavaForConditionalGeneration",),
     None,
-    heads=(_TOWER, _PROJECTOR),
-    renamed=_RENAMED,
+    heads=(TOWER, PROJECTOR),
+    renamed=RENAMED,
     text_of=text_of,
     images=_llava,
 )

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from jaxllm.errors import UserError
+
+
+def marked(text: str, marks: tuple[str, str, str] | None) -> str:
+    """Write the placeholder of each image into a text, as Gemma3Processor of transformers does.
+
+    `marks`: the tokens before, for and after an image. The text has the first for each; None: no such tokens.
+    """
+    if marks is None:
+        return text
+    before, placeholder, after = marks
+    pattern = f"{re.escape(before)}(?!{re.escape(placeholder)})"
+    return re.sub(pattern, lambda _: f"\n\n{before}{placeholder}{after}\n\n", text)
 
 
 def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[int]]:

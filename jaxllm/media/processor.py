@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST = 4096  # pixels of a side after resizing
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3
 CLIP_VALUES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # Default side, whether the shortest edge is resized to it and the center cropped, mean and deviation.
 _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]] = {
@@ -26,6 +26,8 @@ _KINDS: dict[str, tuple[int, bool, tuple[tuple[float, ...], tuple[float, ...]]]]
     "LlavaImageProcessor": (224, True, CLIP_VALUES),
     "SiglipImageProcessor": (224, False, ((0.5,) * 3, (0.5,) * 3)),
 }
+_GEMMA = "Gemma3ImageProcessor"
+_PAN_AND_SCAN = frozenset(f"pan_and_scan_{key}" for key in ("min_crop_size", "max_num_crops", "min_ratio_to_activate"))
 _OLDER = {"CLIPFeatureExtractor": "CLIPImageProcessor"}
 # Without effect here, or of the text side of a processor.
 UNREAD = frozenset(
@@ -55,6 +57,8 @@ class Processor(ABC):
     scale: float | None
     mean: tuple[float, ...] | None
     deviation: tuple[float, ...] | None
+    # Token ids before and after an image; prompts of texts have the first for an image. Not a part of digests.
+    marks: tuple[int, int] | None = field(default=None, repr=False)
     context: int | None = field(default=None, repr=False)  # most tokens of a request; not a part of digests
 
     @property
@@ -180,6 +184,37 @@ def read_processor(settings: Mapping[str, Any], placeholder: int, num_tokens: in
         pads=pads,
         **values,
     )
+    return _fitting(found, side)
+
+
+def read_gemma(
+    settings: Mapping[str, Any], placeholder: int, marks: tuple[int, int], num_tokens: int, side: int
+) -> ImageProcessor:
+    """Return Gemma 3's processor without pan-and-scan; arguments and errors as in `read_processor`."""
+    own = Settings(settings)
+    kind = str(own.take("image_processor_type", _GEMMA)).removesuffix("Fast").removesuffix("Pil")
+    if kind != _GEMMA:
+        raise own.error("image_processor_type", kind, f"only {_GEMMA}")
+    if own.switch("do_pan_and_scan", False):
+        raise own.error("do_pan_and_scan", True, "only false")
+    size, _ = own.size("size", {"height": 224, "width": 224})
+    resizes = own.switch("do_resize", True)
+    values = own.values((0.5,) * 3, (0.5,) * 3, _BILINEAR)
+    own.finish(UNREAD | _PAN_AND_SCAN)
+    found = ImageProcessor(
+        placeholder=placeholder,
+        marks=marks,
+        num_tokens=num_tokens,
+        size=size if resizes else None,
+        shortest=None,
+        crop=None,
+        **values,
+    )
+    return _fitting(found, side)
+
+
+def _fitting(found: ImageProcessor, side: int) -> ImageProcessor:
+    """Return a processor; raise UserError if its images are not squares of the model's `side`."""
     end = found.crop or found.size
     if end != (side, side):
         message = f"preprocessor_config.json: images of {end} pixels do not fit the model's {side} × {side}."
@@ -231,10 +266,10 @@ class Settings:
                     return None, given["shortest_edge"]
         raise self.error(key, value, f"height and width, or a shortest_edge, from 1 to {LARGEST}")
 
-    def values(self, mean: Sequence[float], deviation: Sequence[float]) -> dict[str, Any]:
-        """Return the fields of `Processor` for pixels; `mean` and `deviation` are defaults."""
+    def values(self, mean: Sequence[float], deviation: Sequence[float], resample: int = _BICUBIC) -> dict[str, Any]:
+        """Return the fields of `Processor` for pixels; the arguments are defaults."""
         rescales, normalizes = self.switch("do_rescale", True), self.switch("do_normalize", True)
-        factor, resample = self.number("rescale_factor", 1 / 255), self.take("resample", _BICUBIC)
+        factor, resample = self.number("rescale_factor", 1 / 255), self.take("resample", resample)
         if resample not in range(6):
             raise self.error("resample", resample, "a number of Pillow's filters")
         self.switch("do_convert_rgb", True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, named_scope
+from jax import Array, lax, named_scope
 from jaxtyping import Float
 
 from jaxllm.media.processor import Prepared
@@ -22,6 +22,7 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.tower import Arranged
 from pallas_kernels.activations import activate
 
+_SCORES = 1 << 26  # of attention at once, in numbers: 256 MB
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 
 
@@ -80,6 +81,15 @@ class VisionSpec:
 
 
 def declare(spec: VisionSpec) -> Params[Weight]:
+    """Return the weights; matrices are [out, in]."""
+    declared, top = declare_tower(spec), dict[str, Weight]()
+    for name, columns in (("project_1", len(spec.features) * spec.width), ("project_2", spec.out_width)):
+        top |= matrix_weights(name, spec.out_width, columns, spec.projector_bias)
+    return Params(declared.top | top, declared.layers)
+
+
+def declare_tower(spec: VisionSpec) -> Params[Weight]:
+    """Return the weights without the projector's."""
     width, tokens = spec.width, spec.num_patches + spec.has_class
     top = {
         "patches": Weight((width, 3, spec.patch, spec.patch), (None,) * 4, (Part("patches", width),)),
@@ -91,9 +101,6 @@ def declare(spec: VisionSpec) -> Params[Weight]:
         top["class"] = vector_weight("class", width, "normal")
     if spec.pre_norm:
         top |= norm_weights("pre_norm", width)
-    wide = len(spec.features) * width
-    for name, columns in (("project_1", wide), ("project_2", spec.out_width)):
-        top |= matrix_weights(name, spec.out_width, columns, spec.projector_bias)
     each: dict[str, Weight] = norm_weights("attn_norm", width) | norm_weights("mlp_norm", width)
     for name in ("q", "k", "v", "out"):
         each |= matrix_weights(name, width, width)
@@ -148,9 +155,15 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
 def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
     normed = _normed(spec, weights, "attn_norm", x)
     q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
-    scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)
-    shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
-    mixed = jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    def attend(q: Array) -> Array:
+        scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)
+        shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
+        return jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    most = max(1, _SCORES // (spec.num_heads * len(x)))
+    step = next(each for each in range(min(most, len(x)), 0, -1) if len(x) % each == 0)
+    mixed = attend(q) if step == len(x) else lax.map(attend, q.reshape(-1, step, *q.shape[1:]))
     x = x + linear(weights, "out", mixed.reshape(x.shape))
     inner = linear(weights, "up", _normed(spec, weights, "mlp_norm", x))
     return x + linear(weights, "down", activated(inner, spec.activation))

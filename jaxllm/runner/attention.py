@@ -108,6 +108,7 @@ def attention(
                 field["tile_length"],
                 field["tile_position"],
                 tile=batch.TILE,
+                **({"last_seen": field["token_last_seen"]} if shape.looks_ahead else {}),
                 implementation=kernels["paged_prefill"],
                 **options,
             )

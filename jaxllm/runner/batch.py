@@ -38,6 +38,7 @@ class Shape:
     # K per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
     media: int = 0  # rows of embeddings
+    looks_ahead: bool = False  # tokens of images see all of their image; of ragged programs
     axes: int = 0  # of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
@@ -202,6 +203,7 @@ def fields(shape: Shape) -> Mapping[str, tuple[int, tuple[int, ...]]]:
             "tile_length": (shape.tiles,),
             "tile_position": (shape.tiles,),
             **({"token_media": (shape.tokens,)} if shape.media else {}),
+            **({"token_last_seen": (shape.tokens,)} if shape.looks_ahead else {}),
             **rows,
             "row_last": (shape.sampled,),
             "row_samples": (shape.sampled,),
@@ -244,12 +246,14 @@ def pack(
     adapters: np.ndarray | None = None,
     media: np.ndarray | None = None,
     turned: np.ndarray | None = None,
+    last_seen: np.ndarray | None = None,
 ) -> np.ndarray:
     """Pack a plan as int32[buffer_size(shape)]; padding has slot S, which is dropped.
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
     program, or `shape.adapters`; `media`: int32[tokens], rows of embeddings, or `shape.media`; `turned`: int32[axes,
-    tokens], rotary positions, by default places in the sequence.
+    tokens], rotary positions, by default places in the sequence; `last_seen`: int32[tokens], the last places that
+    tokens attend to, by default their own.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))
@@ -283,6 +287,8 @@ def pack(
         view["token_media"][:] = shape.media
         if media is not None:
             view["token_media"][:num_tokens] = media
+    if shape.looks_ahead:
+        view["token_last_seen"][:num_tokens] = token_places(plan) if last_seen is None else last_seen
     if chunks:
         view["tokens"][plan.num_decodes : num_tokens] = np.concatenate(chunks)
     view["token_slot"][:num_tokens] = np.repeat(plan.slots, plan.lengths)

@@ -32,6 +32,7 @@ class ImageEncoder(EncoderWeights):
         super().__init__(setup, self._spec.declare(), setup.images.tensors)
         self.processor: Processor = setup.processor
         self.num_units = setup.media_units
+        self.whole_image = setup.whole_image
         self._sizes = self._spec.sizes(self.processor.most_tokens)
         # More than a step's tokens would delay other requests.
         self.budget = max(setup.max_num_batched_tokens, self._sizes[0])

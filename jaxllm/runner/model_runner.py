@@ -278,7 +278,8 @@ class Runner(Residence):
         own = self.encoder
         if own is None:
             return {}
-        return {"num_media_units": own.num_units, "media_unit": own.unit, "max_encoded": own.budget}
+        sizes = {"num_media_units": own.num_units, "media_unit": own.unit, "max_encoded": own.budget}
+        return sizes | {"whole_image": own.whole_image}
 
     @property
     def _source_limits(self) -> dict[str, Any]:
@@ -383,7 +384,7 @@ class Runner(Residence):
         plan, rows, shape = given.plan, given.side.get("adapters"), way[0].shape
         adapters = () if rows is None else self.adapters.of_rows(rows)
         which = self.adapters.places(rows, adapters, shape.adapters)
-        own = given.side.get("media"), given.side.get("turned")
+        own = given.side.get("media"), given.side.get("turned"), given.side.get("last_seen")
         buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, *own)
         return PackedStep(
             plan=plan,
@@ -628,7 +629,8 @@ class Runner(Residence):
     def _with_media(self, shapes: list[Shape]) -> list[Shape]:
         if self.encoder is None:
             return shapes
-        return [replace(shape, media=self.encoder.num_rows) for shape in self._with_axes(shapes, 3)]
+        own = {"media": self.encoder.num_rows, "looks_ahead": self.encoder.whole_image > 0}
+        return [replace(shape, **own) for shape in self._with_axes(shapes, 3)]
 
     def _with_axes(self, shapes: list[Shape], count: int) -> list[Shape]:
         """Give shapes positions in `count` dimensions, if the model has several."""

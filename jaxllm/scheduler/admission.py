@@ -70,7 +70,10 @@ def admit(
             hits, near = windowed.cut(limits, entry.digests, hits, find)
             while images and (kept := media.cut(images, len(hits), limits.block_size)) < len(hits):
                 hits, near = windowed.cut(limits, entry.digests, hits[:kept], find)
-            entering = Entering(entry.num_tokens, len(hits), near)
+            first_end = len(hits) * limits.block_size + 1
+            if limits.whole_image:
+                first_end = media.next_end(images, first_end - 1)
+            entering = Entering(entry.num_tokens, len(hits), near, first_end)
             if not windowed.has_room(editor, limits, [entering], num_running):
                 break
         else:
@@ -107,6 +110,8 @@ def admit(
                 entering = entering._replace(near=near)
             windowed.enter(editor, limits, slot, entering, table)
             length = windowed.extend(editor, limits, slot, start, length, num_running, table)
+            if limits.whole_image:
+                length = media.whole(images, start, length)
         occupancy.publish_prompt(editor, limits, slot, start, length)
         budget -= length
         num_running += 1

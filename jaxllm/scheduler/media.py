@@ -78,6 +78,19 @@ def chained(
     return digests
 
 
+def whole(segments: Sequence[Segment], start: int, length: int) -> int:
+    """Return the length of a chunk from `start`, at most `length`, that does not end inside an image."""
+    for segment in segments:
+        if segment.start < start + length < segment.end:
+            return max(0, segment.start - start)
+    return length
+
+
+def next_end(segments: Sequence[Segment], start: int) -> int:
+    """Return the end of the shortest chunk from `start` that does not end inside an image."""
+    return next((segment.end for segment in segments if segment.start <= start < segment.end), start + 1)
+
+
 def held(segments: Sequence[Segment], num_computed: int) -> list[bytes]:
     """Return the digests of images that a request has read in part."""
     return [segment.digest for segment in segments if segment.start < num_computed < segment.end]

@@ -124,7 +124,12 @@ def digests_of(request: Request, limits: Limits, first: Sequence[bytes], num_tok
 
 
 def reach(editor: StateEditor, limits: Limits, request: Request, start: int, length: int) -> int:
-    """Encode a chunk's images; return its length before an image that does not fit."""
+    """Encode a chunk's images; return its length before an image that does not fit.
+
+    With `whole_image` the chunk also ends before an image that exceeds it.
+    """
     if not request.media:
         return length
+    if limits.whole_image:
+        length = media.whole(request.media, start, length)
     return editor.media.reach(request.sequence_id, request.media, start, length, limits.max_encoded, limits.media_unit)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import beam_groups, drafting, host_tier, occupancy, sources, windowed
+from jaxllm.scheduler import beam_groups, drafting, host_tier, media, occupancy, sources, windowed
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import (
@@ -35,7 +35,8 @@ from jaxllm.scheduler.state import (
 def check_fits(limits: Limits, num_prompt: int, limit: int, width: int = 1, source: Source | None = None) -> None:
     """Raise ContextLengthError if a request of at most `limit` tokens, or a beam group of `width`, exceeds the pool."""
     needed = -(-max(num_prompt, limit - 1) // limits.block_size)  # the last token is never computed
-    windowed_needed = width * min(needed, windowed.most(limits.window, limits.block_size)) if limits.window else 0
+    most = windowed.most(limits.window, limits.block_size, limits.whole_image)
+    windowed_needed = width * min(needed, most) if limits.window else 0
     if width > 1:
         needed = beam_groups.blocks_needed(limits, num_prompt, limit, width)
     needed += sources.num_blocks(source, limits.block_size)
@@ -68,6 +69,8 @@ def add(state: State, limits: Limits, requests: Sequence[Request]) -> State:
         before = entries[-1] if entries else None
         if request.media and (not limits.num_media_units or request.beam_group):
             raise ValueError(f"request {request.name!r:.80} has images, which no encoder or no beam search reads")
+        if limits.whole_image and any(segment.length > limits.whole_image for segment in request.media):
+            raise ValueError(f"request {request.name!r:.80} has an image of more than {limits.whole_image} tokens")
         if (0 if request.source is None else request.source.length) > limits.max_source:
             raise ValueError(f"request {request.name!r:.80} has a source, which no encoder reads")
         is_sample = before is not None and before.request.root == request.root and before.request.media == request.media
@@ -385,7 +388,7 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
         if editor.beam_groups:
             full[beam_groups.held(editor)] = False
         growing = full.nonzero()[0]
-        lacking = windowed.lacking(editor, limits) if limits.window else []
+        lacking = windowed.lacking(editor, limits) if limits.window else {}
         if not len(growing) and not lacking:
             return tuple(preempted)
         counts = -(-(slots.length[growing] - slots.capacity[growing]) // limits.block_size)
@@ -443,7 +446,7 @@ def _verify(
     if len(growing):
         _hand_out(editor, limits, row_slots[growing], blocks[growing], table)
         if limits.window:
-            windowed.grow(editor, limits, row_slots[growing], blocks[growing], [], table)
+            windowed.grow(editor, limits, row_slots[growing], blocks[growing], {}, table)
     return int(drafts.sum()), lengths + drafts
 
 
@@ -464,6 +467,10 @@ def _continue_prompts(
                 continue
         if limits.window:
             length = windowed.extend(editor, limits, slot, start, length, spare, table)
+            if limits.whole_image:
+                length = media.whole(editor.owner(slot).request.media, start, length)
+                if not length:
+                    continue
         budget -= length
         rows.append((slot, start, length))
         occupancy.publish_prompt(editor, limits, slot, start, length)

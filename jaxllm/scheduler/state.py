@@ -50,6 +50,7 @@ class Limits:
     num_media_units: int = 0  # of the encoder's cache, see media.py
     media_unit: int = 1  # embeddings
     max_encoded: int = 0  # tokens of images or sources in a plan, beyond its first one
+    whole_image: int = 0  # tokens of the longest image, if no chunk may end inside one; 0: chunks may
     max_source: int = 0  # tokens of an encoder's input, see sources.py
 
     @property

@@ -10,11 +10,12 @@ zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.scheduler import media
 from jaxllm.scheduler.state import Limits, StateEditor
 
 GROUP = 1
@@ -26,6 +27,7 @@ class Entering(NamedTuple):
     num_tokens: int
     num_hits: int  # cached leading blocks in the first group …
     near: Sequence[int]  # … the last of them in the second
+    first_end: int = 0  # of its shortest first chunk, in tokens
 
 
 def covered(limits: Limits) -> int:
@@ -33,9 +35,9 @@ def covered(limits: Limits) -> int:
     return -(-(limits.window - 1) // limits.block_size)
 
 
-def most(window: int, block_size: int) -> int:
-    """Return the blocks of a running request: its window, its token, and two steps in flight."""
-    return -(-(window - 1) // block_size) + 1 + -(-2 // block_size)
+def most(window: int, block_size: int, whole_image: int = 0) -> int:
+    """Return the blocks of a running request: its window, its token, and two steps in flight or an image."""
+    return -(-(window - 1) // block_size) + 1 + -(-max(2, whole_image) // block_size)
 
 
 def columns(limits: Limits, indices: range) -> range:
@@ -64,8 +66,11 @@ def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], 
     """Return whether the pool of windowed layers has room for `entering` and `spare` further blocks."""
     found = list({block for each in entering for block in each.near if block >= 0})
     needed = sum(
-        min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near))
-        + sum(block < 0 for block in each.near)
+        max(
+            min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near)),
+            -(-each.first_end // limits.block_size) - each.num_hits,
+        )
+        + sum(block < 0 for block in each.near)  # in the host
         for each in entering
     )
     pool = editor.window_pool
@@ -108,19 +113,23 @@ def hand_out(
         at += count
 
 
-def lacking(editor: StateEditor, limits: Limits) -> list[int]:
-    """Return the slots with a prompt to continue whose next token has no block."""
+def lacking(editor: StateEditor, limits: Limits) -> dict[int, int]:
+    """Return the blocks that slots with a prompt to continue lack for their shortest chunk, a token or an image."""
     slots, tables = editor.slots, editor.window_tables
-    return [
-        slot
-        for slot in (slots.num_computed < slots.num_prefill).nonzero()[0].tolist()
-        if (slots.num_freed[slot] + len(tables[slot])) * limits.block_size <= slots.num_computed[slot]
-    ]
+    found: dict[int, int] = {}
+    for slot in (slots.num_computed < slots.num_prefill).nonzero()[0].tolist():
+        end = int(slots.num_computed[slot]) + 1
+        if limits.whole_image:
+            end = media.next_end(editor.owner(slot).request.media, end - 1)
+        count = -(-end // limits.block_size) - int(slots.num_freed[slot]) - len(tables[slot])
+        if count > 0:
+            found[slot] = count
+    return found
 
 
-def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Sequence[int]) -> bool:
+def can_grow(editor: StateEditor, growing: np.ndarray, counts: np.ndarray, lacking: Mapping[int, int]) -> bool:
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
-    return int(counts[is_decode].sum()) + len(lacking) <= editor.window_pool.num_available
+    return int(counts[is_decode].sum()) + sum(lacking.values()) <= editor.window_pool.num_available
 
 
 def grow(
@@ -128,16 +137,16 @@ def grow(
     limits: Limits,
     growing: np.ndarray,
     counts: np.ndarray,
-    lacking: Sequence[int],
+    lacking: Mapping[int, int],
     table: list[np.ndarray],
 ) -> None:
     """Allocate the second group's blocks for a step; add them to `table`.
 
-    Decoding slots among `growing` get `counts`, prompts in `lacking` one each.
+    Decoding slots among `growing` get `counts`, prompts in `lacking` the number there.
     """
     is_decode = editor.slots.num_computed[growing] >= editor.slots.num_prefill[growing]
     hand_out(editor, limits, growing[is_decode].tolist(), counts[is_decode].tolist(), table)
-    hand_out(editor, limits, lacking, [1] * len(lacking), table)
+    hand_out(editor, limits, [*lacking], [*lacking.values()], table)
 
 
 def give_back(editor: StateEditor, limits: Limits, table: list[np.ndarray], held: np.ndarray) -> None:

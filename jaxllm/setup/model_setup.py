@@ -96,6 +96,13 @@ class Setup:
         return min(self.encoder.spec.max_position, self.max_model_len)
 
     @property
+    def whole_image(self) -> int:
+        """Tokens of the longest image, if the tokens of an image attend to each other, and steps compute it whole."""
+        if self.processor is None or self.images is None or not self.images.is_bidirectional:
+            return 0
+        return self.processor.most_tokens
+
+    @property
     def media_units(self) -> int:
         """Most units of `MEDIA_UNIT` embeddings that eight images of usual size, two of any, or two steps have."""
         if self.processor is None:
@@ -181,10 +188,12 @@ def choose_kernels(
     dtype: jnp.dtype,
     cache_dtype: jnp.dtype,
     scheme: Scheme | None,
+    looks_ahead: bool = False,
 ) -> dict[str, Choice]:
     """Return an implementation for each operation: the configured one, or the best available.
 
-    `scheme` is that of quantized matrices. Raises UserError if a configured one cannot run here.
+    `scheme` is that of quantized matrices; `looks_ahead`: tokens of an image attend to each other. Raises UserError if
+    a configured one cannot run here.
     """
     device = layout.devices[0]
     heads, kv_heads = heads_per_shard(spec, layout.shards("heads"))
@@ -200,6 +209,7 @@ def choose_kernels(
         block_tokens=config.block_size,
         has_softcap=spec.attention_softcap is not None,
         has_bias=spec.relative_buckets > 0,
+        looks_ahead=looks_ahead,
         shards=layout.shards("vocab"),
         kind="float" if scheme is None else scheme.kind,
         rounds_rows=scheme is not None and scheme.rounds_rows,
@@ -271,13 +281,24 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
                 "max_num_batched_tokens",
             )
         tokens = longest
+    is_bidirectional = described.images is not None and described.images.is_bidirectional
+    whole_image = 0 if described.processor is None or not is_bidirectional else described.processor.most_tokens
+    if whole_image and tokens < slots + whole_image:
+        if config.max_num_batched_tokens is not None:
+            raise UserError(
+                f"max_num_batched_tokens ({tokens}) must be at least {slots + whole_image}: the {whole_image} tokens "
+                f"of an image, which are computed in one step, and one token of each of {slots} requests. Raise it, or "
+                "lower max_num_seqs.",
+                "max_num_batched_tokens",
+            )
+        tokens = slots + whole_image
 
     division = stages.divide(spec, config.pipeline_parallel_size)
     layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division)
     generation_config = weights.read_generation_config(folder)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
-        return choose_kernels(config, own, layout, dtype, cache_dtype, scheme)
+        return choose_kernels(config, own, layout, dtype, cache_dtype, scheme, whole_image > 0)
 
     how, draft = draft_setup.choose(config, spec, longest, kernels_of)
     return Setup(
@@ -348,6 +369,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         combinations.POOLS: described.head is not None,
         combinations.IMAGES: described.images is not None,
         combinations.ANY_SIZE: spec.has_axes,
+        combinations.WHOLE_IMAGES: described.images is not None and described.images.is_bidirectional,
         combinations.SEQ2SEQ: described.encoder is not None,
         combinations.WHOLE_PROMPTS: not spec.is_causal,
         combinations.LATENT: spec.latent is not None,
@@ -513,7 +535,7 @@ def _windowed(config: EngineConfig, setup: Setup) -> memory_plan.Windowed:
     return memory_plan.Windowed(
         window=window,
         block=kv_cache.block_bytes(spec, num_layers, size, setup.cache_dtype, setup.layout.shards("kv_heads")),
-        most=windowed.most(window, size),
+        most=windowed.most(window, size, setup.whole_image),
         chunks=-(-setup.max_num_batched_tokens // size),
     )
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from jaxllm.errors import UserError, too_long
+from jaxllm.media.placeholders import marked
 from jaxllm.text import special_token_guard
 from jaxllm.text.chat_template import RESERVED, compile_template, render
 from jaxllm.text.message_forms import ReadArguments, read_json, shaped
@@ -346,12 +347,13 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
         read_arguments: ReadArguments | None = read_json,
+        image_marks: tuple[str, str, str] | None = None,
     ) -> tuple[str, list[int]]:
         """Return a conversation's text, as `apply_chat_template`, and its token ids.
 
         Only the template's special tokens are encoded as such (special_token_guard.py). `add_special_tokens` adds the
-        model's around the prompt. `read_arguments` parses call arguments; None if converted. Raises `UserError`, also
-        for `chat_template_kwargs` that name parameters.
+        model's around the prompt. `read_arguments` parses call arguments; None if converted. `image_marks`: see
+        `ModelInfo`. Raises `UserError`, also for `chat_template_kwargs` that name parameters.
         """
         variables = dict(chat_template_kwargs or {})
         taken = next((name for name in RESERVED if name in variables), None)
@@ -378,7 +380,7 @@ class Tokenizer:
             except RecursionError:
                 raise UserError("messages, tools or chat_template_kwargs are nested too deeply.", "messages") from None
             special_token_guard.check_unicode(text, "chat_template")
-            text, ids = special_token_guard.encode(special, text, disguise)
+            text, ids = special_token_guard.encode(special, marked(text, image_marks), disguise)
             before, after = self._around if add_special_tokens else ([], [])
         return text, [*before, *ids, *after]
 

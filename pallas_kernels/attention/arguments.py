@@ -24,6 +24,7 @@ class AttentionArgs:
     k_scales: Array | None = None  # [N, K, P]
     v_scales: Array | None = None
     bias: Array | None = None  # [H, L], by distance
+    last_seen: Array | None = None  # i32[T], see `paged_prefill`; only that operation has it
     scale: float = static()
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)

@@ -34,6 +34,8 @@ def refusal(operation: str, site: Site) -> str | None:
     is_latent = triton_latent.fits(site.kv_heads, site.head_size, site.value_size)
     if is_latent and site.cache_dtype == "float8_e5m2" and (site.capability or 90) < 90:
         return "latents of float8_e5m2 need compute capability 9.0"  # for Triton 3.6's bfloat16 code
+    if is_latent and site.looks_ahead and operation == "paged_prefill":
+        return "queries of latents see no keys after them"
     if site.head_size > LARGEST and not is_latent:
         values = "one head of keys of which the first 2^n, 16 to 512, are the values"
         return f"heads of {site.head_size} do not fit; up to {LARGEST} do, and {values}"
@@ -55,6 +57,7 @@ def _visit(
     at,
     end,
     place,
+    seen,
     K: tl.constexpr,
     C: tl.constexpr,
     V: tl.constexpr,
@@ -67,7 +70,10 @@ def _visit(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Update online softmax of queries [BM, CP] at `place` [BM] with BN keys from `at`; below `end` if MASKED."""
+    """Update online softmax of queries [BM, CP] at `place` [BM] with BN keys from `at`; below `end` if MASKED.
+
+    Queries see keys up to `seen` [BM].
+    """
     keys = at + tl.arange(0, BN)
     coordinates = tl.arange(0, CP)
     values_at = tl.arange(0, VP)
@@ -93,7 +99,7 @@ def _visit(
         cap: tl.constexpr = SOFTCAP * _LOG2_E
         scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
     if MASKED:
-        is_seen = is_there[None, :] & (keys[None, :] <= place[:, None])
+        is_seen = is_there[None, :] & (keys[None, :] <= seen[:, None])
         if WINDOW is not None:
             is_seen = is_seen & (keys[None, :] > place[:, None] - WINDOW)
         scores = tl.where(is_seen, scores, LOWEST)
@@ -137,6 +143,7 @@ def attend(
     starts,
     positions,
     sinks,
+    last_seen,
     out,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -171,6 +178,10 @@ def attend(
         place = position + tokens
         begin = _first_key(position + first_row // G, BN, WINDOW)
         end = position + tl.minimum(count, (first_row + BM - 1) // G + 1)
+        seen = place
+        if last_seen is not None:
+            seen = tl.load(last_seen + start + tokens, mask=is_row, other=-1)
+            end = tl.maximum(end, tl.max(seen, 0) + 1)
         mask = is_row[:, None] & (coordinates < C)[None, :]
         queries = tl.load(q + own[:, None] * C + coordinates[None, :], mask=mask, other=0.0)
         values = tl.zeros((BM, VP), tl.float32)
@@ -187,12 +198,12 @@ def attend(
         for at in range(begin, whole, BN):
             values, highest, total = _visit(
                 values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
-                end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, False,
+                end, place, seen, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, False,
             )  # fmt: skip
         for at in range(whole, end, BN):
             values, highest, total = _visit(
                 values, highest, total, queries, k_cache, v_cache, k_scales, v_scales, tables + tile * M, head, at,
-                end, place, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
+                end, place, seen, K, C, V, CP, VP, P, BN, SCALE, WINDOW, SOFTCAP, True,
             )  # fmt: skip
         is_stored = is_row[:, None] & (values_at < V)[None, :]
         if some == 1:
@@ -212,12 +223,22 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int, cap
     untouched = jnp.zeros(shape, q.dtype)
     (out,) = call(
         attend,
-        (q, *cache_arrays(args), args.tables, tiles.length, tiles.start, tiles.position, args.sinks, untouched),
+        (
+            q,
+            *cache_arrays(args),
+            args.tables,
+            tiles.length,
+            tiles.start,
+            tiles.position,
+            args.sinks,
+            args.last_seen,
+            untouched,
+        ),
         [jax.ShapeDtypeStruct(shape, q.dtype)],
         (len(tiles.start), kv_heads * blocks),
         chosen.tuning,
         capability,
-        aliases={10: 0},
+        aliases={11: 0},
         **constants(q, args),
         WINDOW=args.window,
         BM=chosen.rows,

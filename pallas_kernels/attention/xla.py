@@ -41,6 +41,7 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
     steps = jnp.arange(tile, dtype=jnp.int32)
     returned = (tile, heads, args.value_width)
     tables = args.tables
+    last_seen = None if args.last_seen is None else jnp.pad(args.last_seen, (0, tile))
 
     def attend_tile(y: Array, out: Array) -> Array:
         start = (tiles.start[y], 0, 0)
@@ -48,9 +49,15 @@ def paged_prefill(q: Array, tiles: Tiles, args: AttentionArgs, *, tile: int) -> 
         queries = queries.reshape(tile, kv_heads, group, size).transpose(1, 2, 0, 3)  # [K, G, tile, C]
         queries = queries.reshape(1, kv_heads, group * tile, size)
         is_real = steps < tiles.length[y]
-        places = jnp.tile(jnp.where(is_real, tiles.position[y] + steps, -1), group)[None]  # [1, G · tile]
+
+        def by_query(values: Array) -> Array:
+            return jnp.tile(jnp.where(is_real, values, -1), group)[None]  # [1, G · tile]
+
+        places, ends = by_query(tiles.position[y] + steps), None
+        if last_seen is not None:
+            ends = by_query(lax.dynamic_slice(last_seen, start[:1], (tile,)))
         table = lax.dynamic_slice(tables, (y, 0), (1, tables.shape[1]))
-        mixed = _attend(queries, places, table, logits, args)
+        mixed = _attend(queries, places, table, logits, args, ends)
         mixed = mixed.reshape(kv_heads, group, tile, -1).transpose(2, 0, 1, 3).reshape(returned)
         before = lax.dynamic_slice(out, start, returned)
         return lax.dynamic_update_slice(out, jnp.where(is_real[:, None, None], mixed.astype(out.dtype), before), start)
@@ -125,11 +132,15 @@ def mix_in(
     return Mixed(before.values * shrink[..., None] + added, highest, before.total * shrink + jnp.sum(weights, axis=-1))
 
 
-def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs) -> Array:
+def _attend(
+    q: Array, places: Array, tables: Array, sinks: Array | None, args: AttentionArgs, ends: Array | None = None
+) -> Array:
     """Attend with q [B, K, R, C] at positions `places` [B, R] (negative: none): float32 [B, K, R, V].
 
-    `tables` and `sinks` [K, R] override `args`. A bias requires equal numbers of query and KV heads.
+    `tables` and `sinks` [K, R] override `args`. A bias requires equal numbers of query and KV heads. `ends` [B, R] are
+    the last keys that queries see, by default their positions.
     """
+    ends = places if ends is None else ends
     if args.bias is not None and len(args.bias) != q.shape[1]:
         raise ValueError(f"a bias of {len(args.bias)} heads does not fit {q.shape[1]} key-value heads")
     rows, kv_heads, queries, _ = q.shape
@@ -138,7 +149,7 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
     stride = blocks * block_tokens
     turns = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
-    furthest = jnp.max(places, axis=1)
+    furthest = jnp.max(ends, axis=1)
     last = jnp.minimum((jnp.max(furthest) + stride) // stride, turns)
     first = jnp.int32(0)
     if window is not None:
@@ -148,7 +159,7 @@ def _attend(q: Array, places: Array, tables: Array, sinks: Array | None, args: A
     def visit(turn: Array, carry: Mixed) -> Mixed:
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
         key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)
-        is_seen = key_places <= places[:, :, None]  # [B, R, S]
+        is_seen = key_places <= ends[:, :, None]  # [B, R, S]
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
         is_written = key_places <= furthest[:, None]

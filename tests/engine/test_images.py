@@ -27,6 +27,7 @@ from tests.support.vision_models import (
     image,
     prompts,
     write_any_size,
+    write_gemma,
     write_llava,
     write_model,
 )
@@ -55,6 +56,16 @@ def with_images(*seeds: int, text: str = "") -> dict[str, Any]:
     return {"prompt_token_ids": ids, "multi_modal_data": {"image": [image(seed) for seed in seeds]}}
 
 
+def check_logits(outputs: list[RequestOutput], kind: str, atol: float = 1e-3) -> None:
+    """Compare logits of the first eight tokens, after the prompt and in the last decode step."""
+    for at, output in enumerate(outputs):
+        for place, name in ((0, "logits"), (-1, "last")):
+            logprobs: Any = output.outputs[0].logprobs
+            found = np.array([logprobs[place][token].logprob for token in range(8)])
+            due = np.array(GOLDEN[kind][name][at])
+            np.testing.assert_allclose(found - found[0], due - due[0], atol=atol)
+
+
 def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
     """Test prompts with no image to four in one batch, by recorded tokens."""
     assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == GOLDEN["clip"]["tokens"]
@@ -75,12 +86,7 @@ def test_images_of_any_size_have_their_own_positions(
         assert metrics.images_encoded == 9  # of different content
         assert sum(output.num_cached_tokens for output in outputs) > 100
         chosen = replace(GREEDY, logprob_token_ids=list(range(8)))
-        for at, output in enumerate(llm.generate(prompts(kind), chosen, use_tqdm=False)):
-            for place, name in ((0, "logits"), (-1, "last")):  # logits of the prompt, and of decode steps
-                logprobs: Any = output.outputs[0].logprobs
-                found = np.array([logprobs[place][token].logprob for token in range(8)])
-                due = np.array(GOLDEN[kind][name][at])
-                np.testing.assert_allclose(found - found[0], due - due[0], atol=1e-3)
+        check_logits(llm.generate(prompts(kind), chosen, use_tqdm=False), kind)
         picture, scored = image(3).resize((84, 28)), replace(GREEDY, logprobs=1)
 
         def ask(given: Image.Image) -> RequestOutput:
@@ -139,6 +145,71 @@ def test_outputs_are_equal_in_other_engines(kind: str, engine: str, tmp_path: Pa
         for _ in range(2):
             assert tokens(llm.generate(prompts(kind), GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
         assert llm.engine.metrics.preemptions or sizes.get("num_kv_blocks") is None
+        assert llm.engine.metrics.compilations_after_ready == 0
+
+
+@pytest.mark.ci
+def test_tokens_of_an_image_see_all_of_it(tmp_path: Path) -> None:
+    """Test recorded tokens and logits, prefix hits, an equal image that is not encoded again, texts, and refusals."""
+    with LLM(str(write_gemma(tmp_path, "gemma3")), limit_mm_per_prompt={"image": 4}, **SLOTS) as llm:
+        metrics, kind = llm.engine.metrics, "gemma3"
+        for _ in range(2):  # the second time nothing is encoded, and most blocks are hit
+            outputs = llm.generate(prompts(kind), replace(GREEDY, logprob_token_ids=list(range(8))), use_tqdm=False)
+            assert tokens(outputs) == GOLDEN[kind]["tokens"]
+        assert sum(output.num_cached_tokens for output in outputs) > 64
+        check_logits(outputs, kind, atol=2e-4)
+        (moved,) = llm.generate([with_images(2, text="9 9 9")], GREEDY, use_tqdm=False)
+        before = metrics.images_encoded
+        (again,) = llm.generate([with_images(2, text="9 9 8")], GREEDY, use_tqdm=False)
+        assert moved.num_cached_tokens == again.num_cached_tokens == 0  # the common block ends inside the image
+        assert metrics.images_encoded == before
+        content = [{"type": "text", "text": "a <|image_start|>\n"}, {"type": "image", "image": image(3)}]
+        ids = llm.chat_prompt([{"role": "user", "content": content}])["prompt_token_ids"]
+        at, encode = ids.index(AROUND[0]), llm.engine.model.tokenizer.encode
+        assert ids[at:].count(PLACEHOLDER) == 16 and ids[at + 17] == AROUND[1] and ids.count(AROUND[0]) == 1
+        shown = [llm.engine.model.tokenizer.decode(each) for each in (ids[:at], ids[at + 18 :])]
+        assert shown[0].endswith("a <|image_start|>\n\n\n") and shown[1].startswith("\n\n")
+        written = "a\n\n<|image_start|><image><|image_end|>\n\n b"
+        for text in ("a<|image_start|> b", written):
+            prompt = {"prompt": text, "multi_modal_data": {"image": image(3)}}
+            (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+            found = [token for token in output.prompt_token_ids if token != PLACEHOLDER]
+            assert found == [token for token in encode(written) if token != PLACEHOLDER]
+            assert len(output.prompt_token_ids) == len(found) + 16
+        assert metrics.compilations_after_ready == 0
+    for wrong, why in (
+        (OTHER_ENGINES["two stages"], "is not supported with a model with attention in both directions"),
+        ({"deterministic": True}, "is not supported with a model with attention in both directions"),
+        (SLOTS | {"max_num_batched_tokens": 23}, r"max_num_batched_tokens \(23\) must be at least 24"),
+        ({"kernels": ["paged_prefill=native"]}, "sees? no keys after them"),
+        ({"mm_processor_kwargs": {"do_pan_and_scan": True}}, "do_pan_and_scan = True is not supported"),
+        ({"mm_processor_kwargs": {"do_center_crop": True}}, "do_center_crop = True is not supported"),
+    ):
+        with pytest.raises(UserError, match=why):
+            LLM(str(tmp_path), **wrong)
+
+
+SMALL = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24, "precompile": "covering"}
+WHOLE_IMAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "preempted": ("gemma3", SMALL | {"num_kv_blocks": 44}),
+    "two devices": ("gemma3", OTHER_ENGINES["two devices"]),
+    "six layers": ("gemma3_deep", SMALL),
+    "in order": ("gemma3", OTHER_ENGINES["in order"]),
+    "one block": ("gemma3", SLOTS | {"block_size": 256}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.ci if at < 2 else pytest.mark.slow) for at, name in enumerate(WHOLE_IMAGES)],
+)
+def test_images_are_whole_in_other_engines(name: str, tmp_path: Path) -> None:
+    """Test the smallest steps that hold an image, and pools that preempt."""
+    kind, sizes = WHOLE_IMAGES[name]
+    with LLM(str(write_gemma(tmp_path, kind)), **sizes) as llm:
+        for _ in range(2):
+            assert tokens(llm.generate(prompts(kind), GREEDY, use_tqdm=False)) == GOLDEN[kind]["tokens"]
+        assert llm.engine.metrics.preemptions or "num_kv_blocks" not in sizes
         assert llm.engine.metrics.compilations_after_ready == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.errors import UserError
 from jaxllm.families.families import read_images, read_spec
+from jaxllm.model.spec import LinearScaling
 from tests.support.vision_models import llava_config
 
 # llava-hf/llava-1.5-7b-hf, which leaves out the defaults of its classes.
@@ -85,6 +86,22 @@ QWEN_3_4B: dict[str, Any] = {
 }
 
 
+# google/gemma-3-4b-it, which leaves out the defaults of its classes.
+GEMMA_3_4B: dict[str, Any] = {
+    **{"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000},
+    **{"eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256},
+    **{"model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0"},
+    "text_config": {
+        **{"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34},
+        **{"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+    },
+    "vision_config": {
+        **{"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model"},
+        **{"num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False},
+    },
+}
+
+
 def images_of(config: dict[str, Any]) -> Any:
     return read_images(config, *read_spec(config))
 
@@ -97,6 +114,23 @@ def test_a_published_file_is_read() -> None:
     own = images.spec
     assert images.placeholder == 32000 and (own.num_tokens, own.num_layers, own.out_width) == (576, 23, 4096)
     assert own.drops_class and own.activation == "quick_gelu"
+
+
+def test_a_published_file_of_gemma_is_read() -> None:
+    spec, _ = read_spec(GEMMA_3_4B)
+    assert (spec.num_layers, spec.width, spec.num_heads, spec.num_kv_heads, spec.head_size) == (34, 2560, 8, 4, 256)
+    assert spec.windows[:12] == (*[1024] * 5, None) * 2 and spec.max_position == 131072 and spec.tie_embeddings
+    whole, local = spec.ropes[5], spec.ropes[0]
+    assert whole is not None and (whole.theta, whole.scaling) == (1e6, LinearScaling(8.0))
+    assert local is not None and (local.theta, local.scaling) == (1e4, None)
+    images = images_of(GEMMA_3_4B)
+    tower = images.spec.tower
+    assert (images.spec.num_tokens, images.spec.row_width, images.placeholder) == (256, 2560, 262144)
+    assert images.is_bidirectional and (tower.num_patches, tower.num_layers, tower.activation) == (
+        4096,
+        27,
+        "gelu_tanh",
+    )
 
 
 def test_published_files_of_models_for_any_size_are_read() -> None:
@@ -131,6 +165,14 @@ def test_published_files_of_models_for_any_size_are_read() -> None:
         (QWEN_25_7B, {"vision_config": QWEN_25_7B["vision_config"] | {"fullatt_block_indexes": [40]}}, "beyond 32"),
         (QWEN_25_7B, {"image_token_id": 10**6}, "image_token_id"),
         (QWEN_25_7B, {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}, "with images"),
+        (GEMMA_3_4B, {"unheard_of": 1}, "unheard_of"),
+        (GEMMA_3_4B, {"mm_tokens_per_image": 255}, "mm_tokens_per_image"),
+        (GEMMA_3_4B, {"mm_tokens_per_image": 49}, "mm_tokens_per_image"),
+        (GEMMA_3_4B, {"boi_token_index": 10**6}, "boi_token_index"),
+        (GEMMA_3_4B, {"text_config": {"model_type": "llama"}}, "gemma3_text"),
+        (GEMMA_3_4B, {"text_config": {"use_bidirectional_attention": True}}, "use_bidirectional_attention"),
+        (GEMMA_3_4B, {"vision_config": {"model_type": "clip_vision_model"}}, "model_type"),
+        (GEMMA_3_4B, {"vision_config": GEMMA_3_4B["vision_config"] | {"num_attention_heads": 7}}, "7 heads"),
         (QWEN_3_4B, {"unheard_of": 1}, "unheard_of"),
         (QWEN_3_4B, {"text_config": 5}, "text_config"),
         (QWEN_3_4B, {"text_config": QWEN_3_4B["text_config"] | {"unheard_of": 1}}, "unheard_of"),

@@ -86,6 +86,9 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             arrays = (qkv, cache, cache, _ints(tokens), _ints(tokens), turn, scales)
             found[f"write_kv of {tokens} tokens, {kind}"] = (partial(_write, False), arrays)
     found |= latent_calls()
+    cache = _array((BLOCKS, 4, BLOCK_TOKENS, 256), "bfloat16")
+    arrays = (_array((2048, 8, 256), "bfloat16"), cache, cache, _ints(64, CONTEXT), *tiles, _ints(2048))
+    found["paged_prefill, images of Gemma 3, bfloat16 cache"] = (_prefill_images, arrays)
     for (kind, groups), tokens in itertools.product(WEIGHTS.items(), (16, 256)):
         rows, columns = 6144, 4096
         stored = {"int8": "int8", "float8": "float8_e4m3fn"}.get(kind, "uint8")
@@ -196,6 +199,12 @@ def _prefill(size: int, options: dict[str, Any], implementation: Choice, *arrays
     *given, scales, sinks = arrays
     own = options | {"scale": size**-0.5, "k_scales": scales, "v_scales": _of_values(given, scales), "sinks": sinks}
     return pallas_kernels.paged_prefill(*given, **own, tile=TILE, implementation=implementation)
+
+
+def _prefill_images(implementation: Choice, *arrays: Any) -> Any:
+    *given, last_seen = arrays
+    own: dict[str, Any] = {"scale": 256**-0.5, "window": 1024, "last_seen": last_seen, "tile": TILE}
+    return pallas_kernels.paged_prefill(*given, **own, implementation=implementation)
 
 
 def _of_values(given: list[Any], scales: Any) -> Any:

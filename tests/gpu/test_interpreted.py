@@ -44,6 +44,11 @@ def test_prefill(case):
     test_attention.test_ragged_prefill_matches_the_naive_loop(case, TRITON)
 
 
+@pytest.mark.parametrize("window", [None, 5, 30])
+def test_prefill_of_images(window):
+    test_attention.test_queries_of_images_see_keys_after_them(window, TRITON)
+
+
 def test_as_many_programs_share_the_keys_as_run_at_once():
     def chosen(rows: int, kv_heads: int, context: int) -> tuning.Decode:
         return tuning.of_decode(90, rows, kv_heads, 128, "bfloat16", "bfloat16", context)

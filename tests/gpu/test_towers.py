@@ -37,6 +37,7 @@ def compile_towers(config: dict[str, Any], most_tokens: int) -> dict[int, aot.Pr
         images=images,
         processor=SimpleNamespace(most_tokens=most_tokens),
         media_units=ROWS // MEDIA_UNIT,
+        whole_image=0,
         max_num_batched_tokens=ROWS,
         layout=layout,
         dtype=dtype,

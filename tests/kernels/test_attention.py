@@ -105,10 +105,16 @@ class Pool:
         return self.rng.standard_normal(self.case.kv_heads * self.case.group).astype(np.float32)
 
     def attend(
-        self, q: np.ndarray, blocks: list[int], place: int, sinks: np.ndarray | None, bias: np.ndarray | None = None
+        self,
+        q: np.ndarray,
+        blocks: list[int],
+        place: int,
+        sinks: np.ndarray | None,
+        bias: np.ndarray | None = None,
+        last_seen: int | None = None,
     ) -> np.ndarray:
         """Attend with one token's heads [H, C] at a place, head by head and key by key, in float64."""
-        case = self.case
+        case, end = self.case, (place if last_seen is None else last_seen) + 1
         first = 0 if case.window is None else max(0, place - case.window + 1)
         values_in = self.v if case.value_size is None else self.k
         out = np.zeros((len(q), case.value_size or case.head_size))
@@ -116,9 +122,9 @@ class Pool:
             stored = [
                 cache[blocks[p // case.block_tokens], head // case.group, p % case.block_tokens]
                 for cache in (self.k, values_in)
-                for p in range(first, place + 1)
+                for p in range(first, end)
             ]
-            keys, values = np.asarray(stored, np.float64).reshape(2, place + 1 - first, case.head_size)
+            keys, values = np.asarray(stored, np.float64).reshape(2, end - first, case.head_size)
             scores = keys @ query * case.head_size**-0.5
             if case.softcap is not None:
                 scores = case.softcap * np.tanh(scores / case.softcap)
@@ -215,6 +221,31 @@ def test_ragged_prefill_matches_the_naive_loop(case, implementation):
     prefill = jax.jit(partial(pallas_kernels.paged_prefill, tile=tile, **case.options, implementation=implementation))
     out = np.asarray(prefill(q[: start - gap], *pool.caches, tables, starts, lengths, places, sinks=sinks))
     np.testing.assert_allclose(out, expected[: start - gap], rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("window", [30, *(pytest.param(each, marks=pytest.mark.ci) for each in (None, 5))])
+def test_queries_of_images_see_keys_after_them(window: int | None, implementation: Any = "xla") -> None:
+    """Test images that begin and end inside tiles and blocks, windows shorter than an image, and unwritten keys."""
+    case, tile, start, cached = Case(4, 16, 2, 2, window=window), 8, 3, 17
+    pool = Pool(case, num_blocks=80)
+    sequences = [pool.add(60), pool.add(19)]
+    new = 43 + 2  # of both sequences
+    last_seen = np.arange(start + new) - start + cached
+    last_seen[start + 43 :] = 17, 18
+    for first, end in ((20, 37), (40, 41), (41, 57)):
+        last_seen[start + first - cached : start + end - cached] = end - 1
+    q, owners = pool.queries(start + new), [0] * 6 + [1]
+    starts = np.asarray([start + tile * number for number in range(6)] + [start + 43], np.int32)
+    lengths, places = np.asarray([8] * 5 + [3, 2], np.int32), np.asarray([*range(17, 60, 8), 17], np.int32)
+    arguments = q, *pool.caches, pool.tables([sequences[one] for one in owners], 20), starts, lengths, places
+    prefill, seen = partial(pallas_kernels.paged_prefill, tile=tile, **case.options), jnp.asarray(last_seen, jnp.int32)
+    out = np.asarray(jax.jit(partial(prefill, implementation=implementation))(*arguments, last_seen=seen))
+    for token in range(new):
+        owner, place = (0, cached + token) if token < 43 else (1, token - 43 + 17)
+        due = pool.attend(q[start + token], sequences[owner], place, None, last_seen=int(last_seen[start + token]))
+        np.testing.assert_allclose(out[start + token], due, rtol=0, atol=3e-6)
+    with pytest.raises(ValueError, match="see no keys after them"):
+        jax.jit(partial(prefill, implementation="native"))(*arguments, last_seen=seen)
 
 
 def test_a_bias_by_distance_is_added_and_refused_by_kernels_without_it():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.paths import ROOT
-from tests.support.vision_models import ANY_SIZE, TOWERS, prompts, write_model
+from tests.support.vision_models import ANY_SIZE, BIDIRECTIONAL, TOWERS, prompts, write_model
 
 GOLDEN_IMAGES = ROOT / "tests" / "golden_images.json"
 NUM_TOKENS = 32
@@ -24,22 +24,32 @@ class Peer:
         import torch
         from transformers import AutoModelForImageTextToText
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
         self.torch = torch
         kind = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
         kinds = {"C": CLIPImageProcessorPil, "S": SiglipImageProcessorPil, "Q": Qwen2VLImageProcessorPil}
+        kinds["G"] = Gemma3ImageProcessorPil
         self.processor: Any = kinds[kind[0]].from_pretrained(folder)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
+    @property
+    def is_bidirectional(self) -> bool:
+        return hasattr(self.model.config, "mm_tokens_per_image")
+
     def read(self, images: list[Any]) -> dict[str, Any]:
         """Return pixels, and the sizes of images in patches if these vary."""
-        return dict(self.processor(images, return_tensors="pt"))
+        found = dict(self.processor(images, return_tensors="pt"))
+        found.pop("num_crops", None)
+        return found
 
     def num_tokens(self, read: dict[str, Any]) -> list[int]:
         """Return the tokens of images."""
         vision = self.model.config.vision_config
+        if self.is_bidirectional:
+            return [self.model.config.mm_tokens_per_image] * len(read["pixel_values"])
         if "image_grid_thw" not in read:
             return [(vision.image_size // vision.patch_size) ** 2] * len(read["pixel_values"])
         return (read["image_grid_thw"].prod(-1) // vision.spatial_merge_size**2).tolist()
@@ -54,6 +64,8 @@ class Peer:
         tokens = self.torch.tensor([ids])
         if "image_grid_thw" in given:
             given["mm_token_type_ids"] = (tokens == holder).int()
+        if self.is_bidirectional:
+            given["token_type_ids"] = (tokens == holder).int()
         return given | {"input_ids": tokens, "attention_mask": self.torch.ones_like(tokens)}
 
     def logits(self, prompt: Any) -> Any:
@@ -78,7 +90,7 @@ def longer(prompt: Any, tokens: list[int]) -> Any:
 def main() -> None:
     """Write the file."""
     found: dict[str, Any] = {}
-    for kind in (*TOWERS, *ANY_SIZE):
+    for kind in (*TOWERS, *ANY_SIZE, *BIDIRECTIONAL):
         with tempfile.TemporaryDirectory() as folder:
             peer = Peer(write_model(Path(folder), kind))
             tokens = [peer.greedy(prompt) for prompt in prompts(kind)]

@@ -28,12 +28,14 @@ from tests.parity.make_images import NUM_TOKENS, Peer
 from tests.support.sizes import SLOTS
 from tests.support.vision_models import (
     ANY_SIZE,
+    BIDIRECTIONAL,
     SIDE,
     TOWERS,
     image,
     processor_settings,
     prompts,
     write_any_size,
+    write_gemma,
     write_llava,
 )
 
@@ -50,6 +52,8 @@ MODELS = [
     ),
     *((kind, partial(write_any_size, kind=kind)) for kind in ANY_SIZE),
     ("qwen2_5_vl", partial(write_any_size, kind="qwen2_5_vl", is_flat=True)),
+    *((kind, partial(write_gemma, kind=kind)) for kind in BIDIRECTIONAL),
+    ("gemma3", partial(write_gemma, kind="gemma3", older_names=False)),
 ]
 
 

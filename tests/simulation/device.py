@@ -311,6 +311,9 @@ class Device:
 
         if self.media is not None and not shape.is_decode:
             self._check_media(self.media, field["token_media"], token_slots, positions)
+            if shape.looks_ahead:
+                chunks = slice(int(field["num_decodes"][0]), None)
+                self._check_whole_images(field["token_last_seen"][chunks], token_slots[chunks], positions[chunks])
 
         if self.sources is not None:
             self._check_sources(self.sources, set(slot_list))
@@ -483,6 +486,19 @@ class Device:
                 found = self.content[0][block * size : (block + 1) * size]
                 if (found != sources.content(owner.source, size, index)).any():
                     raise Violation(f"slot {slot} reads a block of another source than {owner.source}")
+
+    def _check_whole_images(self, last_seen: np.ndarray, token_slots: np.ndarray, positions: np.ndarray) -> None:
+        """Check that chunks have whole images, whose tokens see all of them; other tokens see to themselves."""
+        ends = dict(zip(token_slots.tolist(), positions.tolist(), strict=True))  # the last one of each slot
+        for slot, position, seen in zip(*(each.tolist() for each in (token_slots, positions, last_seen)), strict=False):
+            owner = self.owners[slot]
+            if owner is None:
+                continue
+            due = owner.last_places.get(position, position)
+            if seen != due:
+                raise Violation(f"position {position} of slot {slot} sees to {seen}, where {due} is due")
+            if due > ends[slot]:
+                raise Violation(f"a chunk of slot {slot} ends inside an image, at {ends[slot]}")
 
     def _read_masks(self, num_rows: int, logits: Logits, buffer: np.ndarray) -> list[int | None]:
         """Check that the buffer of a second half fits its first half; return the mask of each row, or None."""

@@ -42,6 +42,15 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
     return own | {"num_slots": slots, "max_step_tokens": max(slots, 8), "most_queued": 4 * slots} | others
 
 
+def _pictured(chance: random.Random, **others: Any) -> dict[str, Any]:
+    """Return settings with an encoder that caches one to three images."""
+    own = _tight(chance, 4, 20, beams=0.0, grammars=0.1, prefix_caching=True, max_drafts=0, most_queued_tokens=None)
+    unit, longest = chance.choice((1, 2)), chance.choice((2, 5))
+    own |= {"max_step_tokens": chance.choice((4, 8, 64)), "media_unit": unit, "media_longest": longest}
+    own["media_units"] = -(-longest // unit) * chance.choice((1, 2, 3))
+    return own | {"max_encoded": chance.choice((1, longest, 100))} | others
+
+
 def _hosted(setting: dict[str, Any], times: int, **others: Any) -> dict[str, Any]:
     """Return settings with a host tier that is `times` as large as the device's pools."""
     blocks = times * setting["num_blocks"], times * setting["num_window_blocks"]
@@ -124,21 +133,7 @@ FOCUS = {
     ),
     # Prompts with equal and different images, in a cache of the encoder that holds few, and steps that fail.
     "images": Focus(
-        lambda chance: _tight(
-            chance,
-            4,
-            20,
-            beams=0.0,
-            grammars=0.1,
-            prefix_caching=True,
-            max_drafts=0,
-            most_queued_tokens=None,
-            max_step_tokens=chance.choice((4, 8, 64)),
-            media_unit=(unit := chance.choice((1, 2))),
-            media_longest=(longest := chance.choice((2, 5))),
-            media_units=-(-longest // unit) * chance.choice((1, 2, 3)),
-            max_encoded=chance.choice((1, longest, 100)),
-        ),
+        lambda chance: _pictured(chance, whole_images=False),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
         ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption"),
     ),
@@ -151,6 +146,19 @@ FOCUS = {
         ),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
         ("source_encoded", "source_hit", "source_part_hit", "source_waits", "preemption", "beams"),
+    ),
+    # The same where no chunk may end inside an image, with few blocks of windowed layers.
+    "whole images": Focus(
+        lambda chance: _pictured(
+            chance,
+            whole_images=True,
+            window=chance.choice((0, 1, 2, 4)),
+            num_window_blocks=1 + chance.choice((0, 0, 3, 6)),
+            media_longest=5,
+            media_units=5 * chance.choice((1, 2, 3)),
+        ),
+        {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
+        ("image_encoded", "image_hit", "image_whole", "window_shortened", "preemption"),
     ),
     # Steps that fail in every way, one after the other.
     "failures": Focus(

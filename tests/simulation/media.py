@@ -33,7 +33,23 @@ def draw_media(chance: random.Random, longest: int) -> dict[str, Any]:
         "media_units": chance.choice((0, least, least, least + 1, 2 * least, 6 * least)) if longest > 8 else 0,
         "media_longest": most,
         "max_encoded": chance.choice((1, most, 2 * most, 1000)),
+        "whole_images": chance.random() < 0.5,  # no chunk ends inside an image
     }
+
+
+def fit_whole_images(setting: dict[str, Any]) -> None:
+    """Raise the tokens of a step and the blocks of windowed layers to the needs of the longest image."""
+    if whole := whole_image(setting):
+        size, window = setting["block_size"], setting["window"]
+        setting["max_step_tokens"] = max(setting["max_step_tokens"], setting["num_slots"] + whole)
+        if window:
+            need = -(-(window - 1) // size) + 1 + -(-max(2, whole) // size)
+            setting["num_window_blocks"] = max(setting["num_window_blocks"], min(setting["num_blocks"], need))
+
+
+def whole_image(setting: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest image, if no chunk may end inside an image, else 0."""
+    return setting["media_longest"] if setting.get("whole_images") and setting["media_units"] else 0
 
 
 def place_images(chance: random.Random, request: dict[str, Any], setting: Mapping[str, Any]) -> None:
@@ -67,11 +83,21 @@ def contents(images: Iterable[Sequence[int]]) -> dict[int, int]:
     }
 
 
+def last_places(images: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Return the last position of its image for each placeholder of a prompt."""
+    return {at: start + length - 1 for start, length, _ in images for at in range(start, start + length)}
+
+
+def splits(images: Iterable[Image], end: int) -> bool:
+    """Return whether a chunk to before `end` ends inside an image."""
+    return any(end in range(start + 1, start + length) for start, length, _ in images)
+
+
 class Encoder:
     """The naive cache: every image with its units, least recently used first."""
 
-    def __init__(self, num_units: int, unit: int, budget: int) -> None:
-        self._num_units, self._unit, self._budget = num_units, unit, budget
+    def __init__(self, num_units: int, unit: int, budget: int, is_whole: bool) -> None:
+        self._num_units, self._unit, self._budget, self._is_whole = num_units, unit, budget, is_whole
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # by number and length
         self.fired: Counter[str] = Counter()  # events, by name
 
@@ -87,13 +113,31 @@ class Encoder:
         }
 
     def reach(self, request: int, images: Sequence[Image], start: int, length: int) -> int:
-        """Return the length of a chunk: it ends before an image that cannot be encoded in this plan."""
+        """Return the length of a chunk: it ends before an image that cannot be encoded in this plan.
+
+        With whole images it does not end inside one either.
+        """
+        length = self.shortened(images, start, length)
         for index, (first, size, number) in enumerate(images):
             reads = first < start + length and first + size > start
             if reads and not self._bring(request, index, (number, size)):
                 self.fired["image_cut"] += 1
                 return max(first - start, 0)
         return length
+
+    def shortened(self, images: Sequence[Image], start: int, length: int) -> int:
+        """Return the length of a chunk that may not end inside an image."""
+        while self._is_whole and length and splits(images, start + length):
+            self.fired["image_whole"] += 1
+            length -= 1
+        return length
+
+    def least(self, images: Sequence[Image], start: int) -> int:
+        """Return the end of the shortest chunk."""
+        end = start + 1
+        while self._is_whole and splits(images, end):
+            end += 1
+        return end
 
     def _bring(self, request: int, index: int, image: tuple[int, int]) -> bool:
         if image in self.held:
@@ -171,6 +215,7 @@ class Rows:
         self.unit = setting["media_unit"]
         self.num_units = setting["media_units"]
         self.budget = setting["max_encoded"]
+        self.whole_image = whole_image(setting)
         self.num_encoded = 0
         self.renew()
 

@@ -583,6 +583,20 @@ HISTORY = [
         focus="images",
     ),
     Mutant(
+        "a chunk ends inside an image whose tokens see all of it",
+        "scheduler.media.whole",
+        "return max(0, segment.start - start)",
+        "break",
+        focus="whole images",
+    ),
+    Mutant(
+        "a request waits forever for the blocks of a whole image",
+        "scheduler.windowed.lacking",
+        "if limits.whole_image:",
+        "if False:",
+        focus="whole images",
+    ),
+    Mutant(
         "a plan encodes more than its budget",
         "scheduler.media.EncoderEditor._take",
         "if self._num_encoded and",

@@ -225,6 +225,7 @@ class Truth:
         self.root = root
         self.source: tuple[int, int] | None = None  # number and length, of an encoder-decoder model
         self.images = images
+        self.last_places: Mapping[int, int] = {}  # of the image of each placeholder
         self.prompt = tuple(prompt)
         self.seed = seed
         self.limit = limit

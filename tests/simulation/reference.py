@@ -127,7 +127,9 @@ class Reference:
     def _forget_cache(self) -> None:
         self.blocks = Blocks(self.limits.num_blocks)
         self.windowed = Blocks(self.limits.num_window_blocks)
-        self.encoder = Encoder(self.limits.num_media_units, self.limits.media_unit, self.limits.max_encoded)
+        self.encoder = Encoder(
+            self.limits.num_media_units, self.limits.media_unit, self.limits.max_encoded, self.limits.whole_image > 0
+        )
         self.sources = Sources(self.blocks, self.limits.block_size, self.limits.max_encoded)
         self.host = Tier(self.limits.host_blocks if self.limits.num_host_blocks else (), self.limits.max_stores)
 
@@ -212,17 +214,16 @@ class Reference:
                 if entry.length > len(entry.table) * size and entry.length < entry.limit and not is_held(entry)
             ]
             counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
-            lacking = [
-                entry
+            lacking = {
+                entry: count
                 for _, entry in sorted(self.running.items())
-                if self.limits.window
-                and entry.num_computed < entry.num_prefill
-                and entry.reach * size <= entry.num_computed
-            ]
+                if self.limits.window and entry.num_computed < entry.num_prefill
+                if (count := -(-self.encoder.least(entry.images, entry.num_computed) // size) - entry.reach) > 0
+            }
             due = sum(
                 count for entry, count in zip(growing, counts, strict=True) if entry.num_computed >= entry.num_prefill
             )
-            fits = not self.limits.window or due + len(lacking) <= self.windowed.num_available
+            fits = not self.limits.window or due + sum(lacking.values()) <= self.windowed.num_available
             self.windows["window_preempted"] += sum(counts) <= self.num_available and not fits
             if sum(counts) <= self.num_available and fits:
                 break
@@ -254,7 +255,7 @@ class Reference:
         for slot, index in gone:
             self._read(slot, index, 1, self.limits.num_window_blocks)
         self._hand_out(growing, counts)
-        self._hand_out(lacking, [1] * len(lacking), windowed=True)
+        self._hand_out([*lacking], [*lacking.values()], windowed=True)
         moves = [
             [group, DEVICE, source, DEVICE, [*entry.window.values()][-1] if group else entry.table[-1]]
             for group, entry, source in self.copies
@@ -283,6 +284,9 @@ class Reference:
                 if not length:
                     continue
                 length = self._extend(entry, entry.num_computed, length, len(self.running))
+                length = self.encoder.shortened(entry.images, entry.num_computed, length)
+                if not length:
+                    continue
                 chunks.append((entry, entry.num_computed, length))
                 budget -= chunks[-1][2]
                 self._publish_chunk(*chunks[-1])
@@ -350,7 +354,8 @@ class Reference:
             entry.num_computed = start
             entry.has_drafts, entry.num_drafted, entry.num_accepted, entry.unsettled = False, 1, 1, 0
             self._enter(entry, hits, near, num_new)
-            chunks.append((entry, start, self._extend(entry, start, length, spare)))
+            length = self.encoder.shortened(entry.images, start, self._extend(entry, start, length, spare))
+            chunks.append((entry, start, length))
             if not chunks[-1][2]:
                 raise Violation("a request is admitted that has no block for a token")
             budget -= chunks[-1][2]
@@ -634,7 +639,8 @@ class Reference:
         size, window = self.limits.block_size, self.limits.window
         if not window:
             return 0
-        return min(-(-entry.num_tokens // size) - count, -(-(window - 1) // size) + 2 - len(near))
+        least = min(-(-entry.num_tokens // size) - count, -(-(window - 1) // size) + 2 - len(near))
+        return max(least, -(-self.encoder.least(entry.images, count * size) // size) - count)
 
     def _enter(self, entry: Entry, hits: Sequence[int], near: Mapping[int, int], num_new: int) -> None:
         """Start a request with the cached blocks that it hits and `num_new` new blocks."""

@@ -24,6 +24,7 @@ from tests.simulation.beams import blocks_of, is_too_wide, params_of_beams
 from tests.simulation.client import Client
 from tests.simulation.device import Violation
 from tests.simulation.grammars import is_refused
+from tests.simulation.media import whole_image
 from tests.simulation.oracle import BrokenTextError
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
 def least_windowed(setting: Mapping[str, Any]) -> int:
     """Return the number of blocks of windowed layers with which one sequence can run."""
     size = setting["block_size"]
-    return -(-(setting["window"] - 1) // size) + 1 + -(-2 // size)
+    return -(-(setting["window"] - 1) // size) + 1 + -(-max(2, whole_image(setting)) // size)
 
 
 def queue_is_full(world: World, num_samples: int, num_tokens: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulation.focus import Focus, windowed_blocks
-from tests.simulation.media import draw_media, place_images
+from tests.simulation.media import draw_media, fit_whole_images, place_images
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 from tests.simulation.sources import draw_sources, place_source
 
@@ -53,6 +53,7 @@ def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> T
     setting = _setting(chance, faults)
     if focus is not None:
         setting |= focus.setting(chance)
+    fit_whole_images(setting)
     return Trace(seed, setting, _Maker(chance, setting, faults, focus).events(num_turns), num_turns)
 
 

@@ -50,7 +50,7 @@ from tests.simulation.faults import HANG, StepFaults
 from tests.simulation.grammars import Grammars
 from tests.simulation.host import SlowCopies, SlowDisk
 from tests.simulation.loop import Loop
-from tests.simulation.media import contents
+from tests.simulation.media import contents, last_places
 from tests.simulation.oracle import EOS, VOCABULARY, Tokenizer, Truth, mix
 from tests.simulation.reference import Entry, is_stuck
 from tests.simulation.sources import prompts_of, root_of
@@ -304,6 +304,7 @@ class World:
                     first = client.truths[0] if index else None
                     truth = BeamTruth(first.search if isinstance(first, BeamTruth) else None, client.beams, *given)
                 truth.source = client.source
+                truth.last_places = last_places(client.images)
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]

@@ -19,6 +19,7 @@ PLACEHOLDER = 1536  # the token after those of the included tokenizer
 SIDE, PATCH = 28, 7  # 16 patches
 TOWERS = ("clip", "siglip")
 ANY_SIZE = ("qwen2_5_vl", "qwen3_vl")  # models that read images of any size
+BIDIRECTIONAL = ("gemma3", "gemma3_deep")  # of two layers, and of six in the published pattern
 AROUND = (PLACEHOLDER + 1, PLACEHOLDER + 2)  # of their images
 VIDEO = PLACEHOLDER + 3
 TEMPLATE = (
@@ -30,6 +31,7 @@ TEMPLATE = (
 )
 
 
+GEMMA_TEMPLATE = TEMPLATE.replace("'<image>'", "'<|image_start|>'")
 ANY_SIZE_TEMPLATE = TEMPLATE.replace("'<image>'", "'<|vision_start|><image><|vision_end|>'")
 
 
@@ -156,8 +158,64 @@ def write_any_size(folder: Path, kind: str, is_flat: bool = False) -> Path:
     return folder
 
 
+def gemma_config(kind: str) -> dict[str, Any]:
+    """Return the config.json of Gemma 3 with a tower of three layers; an image has 4 × 4 tokens."""
+    text = {
+        **{"model_type": "gemma3_text", "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4},
+        **{"num_hidden_layers": 2 if kind == "gemma3" else 6, "num_key_value_heads": 2, "head_dim": 12},
+        **{"vocab_size": PLACEHOLDER + 4, "max_position_embeddings": 512, "query_pre_attn_scalar": 12},
+        **{"sliding_window": 12, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000.0},
+        **({"sliding_window_pattern": 2} if kind == "gemma3" else {}),
+    }
+    tower: dict[str, Any] = {
+        **{"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "image_size": 2 * SIDE, "patch_size": PATCH, "vision_use_head": False},
+    }
+    return {
+        **{"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "mm_tokens_per_image": 16},
+        **{"image_token_index": PLACEHOLDER, "boi_token_index": AROUND[0], "eoi_token_index": AROUND[1]},
+        **{"text_config": text, "vision_config": tower, "eos_token_id": 2},
+    }
+
+
+def gemma_settings() -> dict[str, Any]:
+    """Return the preprocessor_config.json."""
+    unused = dict.fromkeys(("do_pan_and_scan", "pan_and_scan_max_num_crops", "do_convert_rgb"))
+    size = {"height": 2 * SIDE, "width": 2 * SIDE}
+    return {"image_processor_type": "Gemma3ImageProcessor", "size": size, "resample": 2, **unused}
+
+
+def write_gemma(folder: Path, kind: str, older_names: bool = True) -> Path:
+    """Write a random checkpoint; published ones have the older names."""
+    config = gemma_config(kind)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(gemma_settings()))
+    text = {key: value for key, value in config["text_config"].items() if key != "model_type"}
+    tensors = random_tensors(text | {"architectures": ["Gemma3ForCausalLM"]})
+    tensors["model.embed_tokens.weight"] *= 0.05  # else a token's likeliest successor is itself
+    if older_names:
+        tensors = {f"language_model.{name}": values for name, values in tensors.items()}
+    else:
+        tensors = {name.replace("model.", "model.language_model."): values for name, values in tensors.items()}
+    images = read_images(config, *read_spec(config))
+    assert images is not None
+    rng, declared = np.random.default_rng(1), images.spec.declare()
+    for layer, weights in [(None, declared.top), *enumerate(declared.layers)]:
+        for name, weight in weights.items():
+            place = images.tensors.tensors[name].format(layer)
+            place = place.replace("vision_tower.", "vision_tower.vision_model.") if older_names else f"model.{place}"
+            values = 0.3 * rng.standard_normal(weight.shape, np.float32)
+            tensors[place] = np.ascontiguousarray(values.T) if name == "project" else values
+    save_file(tensors, folder / "model.safetensors")
+    write_tokenizer(folder, GEMMA_TEMPLATE, ("<|image_start|>", "<|image_end|>", "<|video_pad|>"))
+    return folder
+
+
 def write_model(folder: Path, kind: str) -> Path:
-    """Write a random checkpoint of a tower of `TOWERS`, or of a model of `ANY_SIZE`."""
+    """Write a random checkpoint of a tower of `TOWERS`, or of a model of `ANY_SIZE` or `BIDIRECTIONAL`."""
+    if kind in BIDIRECTIONAL:
+        return write_gemma(folder, kind)
     return write_any_size(folder, kind) if kind in ANY_SIZE else write_llava(folder, kind)
 
 
@@ -183,7 +241,7 @@ def image(seed: int) -> Image.Image:
 
 def around(kind: str) -> tuple[int, ...]:
     """Return the tokens before and after each image in prompts of a model; none for LLaVA."""
-    return AROUND if kind in ANY_SIZE else ()
+    return AROUND if kind in (*ANY_SIZE, *BIDIRECTIONAL) else ()
 
 
 def prompts(kind: str = "clip") -> list[Any]:

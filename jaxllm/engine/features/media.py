@@ -19,7 +19,7 @@ from jaxllm.engine.prompts import checked_ids, parts_of
 from jaxllm.engine.sequence import Sequence, SequenceGroup
 from jaxllm.errors import UserError
 from jaxllm.media.patches import PatchProcessor
-from jaxllm.media.placeholders import expanded
+from jaxllm.media.placeholders import expanded, marked
 from jaxllm.media.positions import Grid, positions_of, shift_of
 from jaxllm.media.processor import ImageProcessor, Prepared
 from jaxllm.runner.batch import token_places
@@ -86,7 +86,7 @@ class Images(Feature):
         if ids is None:
             assert text is not None
             model.tokenizer.check_length(text, model.max_model_len)
-            ids = model.tokenizer.encode(text)
+            ids = model.tokenizer.encode(marked(text, model.image_marks))
         ids = checked_ids(ids, model.vocab_size) if len(ids) else []
         prepared = processor.prepare(images)
         found, starts = expanded(ids, processor.placeholder, [each.num_tokens for each in prepared])
@@ -148,6 +148,7 @@ class Images(Feature):
         if not self._has_images[plan.slots[first:]].any():
             return
         places = np.full(plan.num_tokens, self._encoder.num_rows, np.int32)
+        last_seen = token_places(plan).astype(np.int32) if self._encoder.whole_image else None
         cache = self.core.scheduler.state.media
         assert cache is not None
         units = dict(cache.entries)
@@ -159,10 +160,14 @@ class Images(Feature):
                 with blaming(own):
                     images = own.group.states[self.name]
                     self._place(places[offset : offset + length], start, images, units)
+                    if last_seen is not None:
+                        _see_whole(last_seen[offset : offset + length], start, images.segments)
                     if turned is not None and images.grids:
                         turned[:, offset : offset + length] = positions_of(images.grids, start, length)
             offset += length
         step.side["media"] = places
+        if last_seen is not None:
+            step.side["last_seen"] = last_seen
 
     def _turned(self, plan: Plan) -> np.ndarray | None:
         """Return rotary positions of tokens after images, int32[3, T], or [1, T] of decodes; None: all equal places."""
@@ -184,6 +189,13 @@ class Images(Feature):
     def _rows(self, units: tuple[int, ...]) -> np.ndarray:
         unit = self._encoder.unit
         return (np.asarray(units, np.int32)[:, None] * unit + np.arange(unit, dtype=np.int32)).ravel()
+
+
+def _see_whole(last_seen: np.ndarray, start: int, segments: tuple[Segment, ...]) -> None:
+    """Let tokens of images in a chunk from position `start` see all of their image."""
+    for segment in segments:
+        if segment.end > start:
+            last_seen[max(0, segment.start - start) : segment.end - start] = segment.end - 1
 
 
 def _images_of(given: Any) -> list[Any]:

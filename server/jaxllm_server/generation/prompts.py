@@ -141,6 +141,7 @@ class Prompts:
             chat_template_kwargs={**self._template_kwargs, **call.template_kwargs},
             add_special_tokens=bool(call.add_special_tokens),
             read_arguments=None,
+            image_marks=model.image_marks if images else None,
         )
         return text, ids, images
 
