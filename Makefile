@@ -141,7 +141,7 @@ train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten
 	$(VENV)/bin/python -m training.train_eagle --out jaxllm/embedded/eagle --seed 0
 	$(VENV)/bin/python -m training.evaluate_eagle
 
-train-shapes: $(VENV)/.dev  ## train the model of coloured shapes again: a quarter of an hour of one core
+train-shapes: $(VENV)/.dev  ## train the model of coloured shapes again: half an hour of one core
 	$(VENV)/bin/python -m training.train_shapes --out jaxllm/embedded/shapes --seed 0
 	$(VENV)/bin/python -m training.evaluate_shapes
 

@@ -6,13 +6,13 @@ A question about the only shape of a name, in a picture with several or without 
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
 from training import facts
-from training.scenes import COLOURS, KINDS, PLACES, Item, picture
+from training.scenes import COLOURS, KINDS, PLACES, Item, held_out_picture
 
 Items = tuple[Item, ...]
 
@@ -212,6 +212,13 @@ SHARES: dict[str, float] = {
 }  # fmt: skip
 
 
+# Shares of the last part: places are learned last.
+LATER_SHARES: dict[str, float] = {
+    "counts": 0.08, "colours": 0.16, "kinds": 0.12, "presence": 0.04, "places": 0.3, "relations": 0.25,
+    "descriptions": 0.05,
+}  # fmt: skip
+
+
 class Question(NamedTuple):
     """A chat about a picture, or without one: the earlier turns, and the turn to be answered."""
 
@@ -239,7 +246,7 @@ def held_out_questions(seed: int, pictures: int) -> list[Question]:
     """
     asked = []
     for number in range(pictures):
-        drawn, rng = picture(seed, number, held_out=True), random.Random(f"asked {seed} {number}")
+        drawn, rng = held_out_picture(seed, number), random.Random(f"asked {seed} {number}")
         for kind in ASKED:
             turn = next(filter(None, (ask(rng, kind, drawn.items) for _ in range(20))), None)
             asked += [] if turn is None else [Question(kind, drawn.image, (), turn)]
@@ -249,10 +256,10 @@ def held_out_questions(seed: int, pictures: int) -> list[Question]:
     return asked
 
 
-def turns(rng: random.Random, items: Items) -> Iterator[Turn]:
+def turns(rng: random.Random, items: Items, shares: Mapping[str, float] = SHARES) -> Iterator[Turn]:
     """Yield questions about a picture as people may type them; a few are about something else."""
     while True:
-        (kind,) = rng.choices(tuple(SHARES), tuple(SHARES.values()))
+        (kind,) = rng.choices(tuple(shares), tuple(shares.values()))
         turn = other_turn(rng) if rng.random() < 0.02 else ask(rng, kind, items)
         if turn is not None:
             yield turn._replace(question=as_typed(rng, turn.question))

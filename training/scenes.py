@@ -38,6 +38,7 @@ PLACES: tuple[str, ...] = (
 )  # fmt: skip
 MOST_SHAPES = 5
 SMALLEST, LARGEST = 0.1, 0.42  # radius of the circle around a shape
+LARGE = 0.3  # share of the pictures that may have a large shape
 GAP = 0.02  # between two of these circles, and to the picture's edges
 MARGIN = 0.03  # between a center and the borders of the nine places
 PIXELS = (128, 225)  # range of a picture's sides
@@ -65,12 +66,16 @@ class Picture(NamedTuple):
     image: Image.Image
 
 
-def draw_items(rng: random.Random) -> tuple[Item, ...]:
-    """Return one to five shapes that do not overlap, in the order of their places."""
-    centers = _centers(rng, rng.randint(1, MOST_SHAPES))
+def draw_items(rng: random.Random, large: float = 0.0) -> tuple[Item, ...]:
+    """Return one to five shapes that do not overlap, in the order of their places.
+
+    A share `large` of the draws has one or two, of which the first is in the middle and may be large.
+    """
+    is_large = large > 0 and rng.random() < large
+    centers = _centers(rng, rng.randint(1, 2 if is_large else MOST_SHAPES), is_large)
     distances = [[math.dist(one, other) for other in centers] for one in centers]
     radii = [SMALLEST] * len(centers)
-    for number in rng.sample(range(len(centers)), len(centers)):
+    for number in range(len(centers)) if is_large else rng.sample(range(len(centers)), len(centers)):
         x, y = centers[number]
         others = (distances[number][other] - radii[other] for other in range(len(centers)) if other != number)
         most = min(x, y, 1 - x, 1 - y, *others, LARGEST + GAP) - GAP
@@ -82,11 +87,14 @@ def draw_items(rng: random.Random) -> tuple[Item, ...]:
     return tuple(sorted(items, key=lambda item: item.place))
 
 
-def _centers(rng: random.Random, count: int) -> list[tuple[float, float]]:
+def _centers(rng: random.Random, count: int, begins_in_middle: bool) -> list[tuple[float, float]]:
     """Draw points in different places, far enough from each other for the smallest shapes."""
     while True:
-        points = []
-        for place in rng.sample(range(9), count):
+        points, middle = [], PLACES.index("in the middle")
+        places = rng.sample(range(9), count)
+        if begins_in_middle:
+            places = [middle, *(place for place in places if place != middle)][:count]
+        for place in places:
             row, column = divmod(place, 3)
             point = tuple(
                 rng.uniform(max(part / 3 + MARGIN, SMALLEST + GAP), min((part + 1) / 3 - MARGIN, 1 - SMALLEST - GAP))
@@ -102,13 +110,21 @@ def arrangement(items: tuple[Item, ...]) -> str:
     return ",".join(f"{item.colour} {item.kind} {item.place}" for item in items)
 
 
-def picture(seed: int, number: int, held_out: bool = False) -> Picture:
-    """Return a picture of the training or, with `held_out`, of the evaluation; their arrangements are disjoint."""
+def picture(seed: int, number: int, large: float = 0.0, held_out: bool = False) -> Picture:
+    """Return a picture of the training or, with `held_out`, of the evaluation; their arrangements are disjoint.
+
+    A share `large` of the pictures may have a large shape.
+    """
     rng = random.Random(f"picture {seed} {number}")
     while True:
-        items = draw_items(rng)
+        items = draw_items(rng, large)
         if picture_held_out(arrangement(items)) == held_out:
             return Picture(items, render(items, np.random.default_rng(rng.getrandbits(32))))
+
+
+def held_out_picture(seed: int, number: int) -> Picture:
+    """Return a picture of the evaluation."""
+    return picture(seed, number, LARGE, held_out=True)
 
 
 def render(items: tuple[Item, ...], rng: np.random.Generator) -> Image.Image:
@@ -148,7 +164,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for number in range(options.count):
-        picture(options.seed, number, held_out=True).image.save(options.out / f"{number}.png")
+        held_out_picture(options.seed, number).image.save(options.out / f"{number}.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from training import picture_questions
 from training.captioner import Shape
 from training.corpus import END_OF_TEXT, TURN_END, TURN_START
 from training.packing import train_bpe
-from training.picture_questions import Turn
+from training.picture_questions import SHARES, Turn
 from training.scenes import COLOURS, KINDS, Item, draw_items, picture
 
 IMAGE = "<image>"
@@ -114,14 +114,25 @@ def encode(tokenizer: Tokenizer, turns: Iterator[Turn], length: int, is_blind: b
 
 
 def batches(
-    tokenizer: Tokenizer, shape: Shape, seed: int, first: int, pictures: int, chats: int, length: int
+    tokenizer: Tokenizer,
+    shape: Shape,
+    seed: int,
+    first: int,
+    pictures: int,
+    chats: int,
+    length: int,
+    large: float,
+    shares: Mapping[str, float] = SHARES,
 ) -> Iterator[Batch]:
-    """Yield batches of pictures, numbered from `first`, with `chats` about each and the same number without any."""
+    """Yield batches of pictures, numbered from `first`, with `chats` about each and the same number without any.
+
+    A share `large` of the pictures may have a large shape; `shares` are those of the kinds of questions.
+    """
     processor = make_processor(shape)
     for start in itertools.count(first, pictures):
-        drawn = [picture(seed, number) for number in range(start, start + pictures)]
+        drawn = [picture(seed, number, large) for number in range(start, start + pictures)]
         rng = random.Random(f"chats {seed} {start}")
-        pairs = [(picture_questions.turns(rng, each.items), False) for each in drawn for _ in range(chats)]
+        pairs = [(picture_questions.turns(rng, each.items, shares), False) for each in drawn for _ in range(chats)]
         pairs += [(picture_questions.blind_turns(rng, drawn[0].items), True) for _ in range(chats)]
         rows = [encode(tokenizer, turns, length + 1, is_blind) for turns, is_blind in pairs]
         split = pictures * chats

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from training import network, picture_questions, talks
 from training.captioner import Captioner, Shape, Tower, hugging_face_weights
 from training.export import write_captioner
+from training.scenes import LARGE
 from training.talks import Batch
 from training.train import falling_rate, load_state, make_optimizer, save_state
 
@@ -34,20 +35,34 @@ CHECK_EVERY = 200
 
 
 class Phase(NamedTuple):
-    """A phase: steps, pictures per step, chats about each, and tokens of a chat. The first has the tower alone."""
+    """A phase: steps, pictures per step, chats about each, tokens of a chat, share of pictures with a large shape."""
 
     name: str
     steps: int
     pictures: int
     chats: int
     length: int
+    large: float
 
 
-PHASES: tuple[Phase, ...] = (
-    Phase("look", 700, 48, 0, 0),
-    Phase("answer", 450, 24, 5, 64),
-    Phase("talk", 120, 12, 2, 188),  # up to the longest context
-    Phase("settle", 350, 24, 5, 64),
+class Part(NamedTuple):
+    """Phases of one optimizer, whose rate is constant and then falls to zero in a number of steps, made or not.
+
+    Without chats the tower is trained alone.
+    """
+
+    phases: tuple[Phase, ...]
+    constant: int
+    falling: int
+
+
+# A step for the tower alone takes a third of the time, and kinds of shapes take the longest to learn.
+PARTS: tuple[Part, ...] = (
+    Part((Phase("look", 400, 48, 0, 0, 0.0),), 200, 200),
+    Part((Phase("answer", 350, 24, 5, 64, 0.0), Phase("talk", 100, 12, 2, 188, 0.0)), 375, 375),
+    Part((Phase("look longer", 2000, 48, 0, 0, LARGE),), 1000, 1000),
+    Part((Phase("talk longer", 60, 12, 2, 188, LARGE), Phase("settle", 300, 24, 5, 64, LARGE)), 120, 240),
+    Part((Phase("place", 200, 24, 5, 64, LARGE),), 100, 100),
 )
 
 
@@ -149,34 +164,35 @@ def train_phases(
         save_state(model, optimizer, done, 0.0, state)
 
 
-def train(model: Captioner, tokenizer: Tokenizer, phases: Sequence[Phase], seed: int, state: Path | None) -> None:
-    """Train the tower in the first phase and the whole network in the others; `state` is a folder of their states."""
-    look, *rest = phases
+def train(model: Captioner, tokenizer: Tokenizer, parts: Sequence[Part], seed: int, state: Path | None) -> None:
+    """Train through all parts; `state` is a folder of their states."""
     prefix = jnp.array(tokenizer.encode(talks.USER).ids)
+    phases = [phase for part in parts for phase in part.phases]
     starts = dict(zip(phases, itertools.accumulate((p.steps * p.pictures for p in phases), initial=0), strict=False))
     if state:
         state.mkdir(parents=True, exist_ok=True)
 
     def source(phase: Phase, skipped: int) -> Iterator[Batch]:
         first = starts[phase] + skipped * phase.pictures
-        return talks.batches(tokenizer, TOWER, seed, first, phase.pictures, phase.chats, phase.length)
+        shares = picture_questions.LATER_SHARES if phase.name == "place" else picture_questions.SHARES
+        sizes = phase.pictures, phase.chats, phase.length, phase.large
+        return talks.batches(tokenizer, TOWER, seed, first, *sizes, shares)
 
     def report_tower() -> str:
-        batch = next(talks.batches(tokenizer, TOWER, seed + 1, 0, 256, 0, 0))
+        batch = next(talks.batches(tokenizer, TOWER, seed + 1, 0, 256, 0, 0, LARGE))
         found, known = name_patches(model.tower, batch.pixels), batch.classes > 0
         rates = ((found == batch.classes) & known).sum((0, 1)) / known.sum((0, 1))
         return "right patches {:.3f}, right centers {:.3f}".format(*rates)
 
-    train_phases(
-        model.tower, look_step, [look], source, falling_rate(PEAK_RATE, look.steps // 2, look.steps - look.steps // 2),
-        state and state / "tower.npz", report_tower,
-    )  # fmt: skip
-    steps = sum(phase.steps for phase in rest)
-    train_phases(
-        model, partial(answer_step, prefix=prefix), rest, source,
-        falling_rate(PEAK_RATE, steps // 2, steps - steps // 2), state and state / "all.npz",
-        lambda: check(model, tokenizer, prefix, seed),
-    )  # fmt: skip
+    for number, part in enumerate(parts):
+        rate, path = falling_rate(PEAK_RATE, part.constant, part.falling), state and state / f"{number}.npz"
+        if part.phases[0].chats:
+            step = partial(answer_step, prefix=prefix)
+            train_phases(
+                model, step, part.phases, source, rate, path, lambda: check(model, tokenizer, prefix, seed)
+            )  # fmt: skip
+        else:
+            train_phases(model.tower, look_step, part.phases, source, rate, path, report_tower)
     jax.block_until_ready(nnx.state(model))
 
 
@@ -190,10 +206,10 @@ def main() -> None:
     tokenizer = talks.train_tokenizer(options.seed)
     model = Captioner(TOWER, DECODER._replace(vocabulary=tokenizer.get_vocab_size()), nnx.Rngs(options.seed))
     count = sum(value.size for value in hugging_face_weights(model).values())
-    pictures = sum(phase.steps * phase.pictures for phase in PHASES)
+    pictures = sum(phase.steps * phase.pictures for part in PARTS for phase in part.phases)
     print(f"{count} parameters, {tokenizer.get_vocab_size()} tokens, {pictures} pictures", flush=True)
     started, spent = time.monotonic(), time.process_time()
-    train(model, tokenizer, PHASES, options.seed, options.state)
+    train(model, tokenizer, PARTS, options.seed, options.state)
     write_captioner(model, tokenizer, options.out)
     print(f"{time.monotonic() - started:.0f} s, {time.process_time() - spent:.0f} s of processor time", flush=True)
 
