@@ -3,6 +3,7 @@
 It has the conventions and names of Hugging Face's LLaVA. The engine does not use this module.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -12,20 +13,21 @@ from flax import nnx
 from training import network
 from training.encoder import Linear, Norm
 from training.network import Llama
-from training.scenes import COLOURS, KINDS
+from training.scenes import COLOURS, KINDS, PLACES
 
-CLASSES = 1 + len(COLOURS) * len(KINDS)  # of a patch: background, or a shape's colour and kind
+# The heads of a patch: the kind of the shape with its center there, or none; its colour, its place, and its center.
+HEADS: tuple[int, ...] = (1 + len(KINDS), len(COLOURS), len(PLACES), 2)
 
 
 class Shape(NamedTuple):
-    """The sizes of the tower; with the defaults it has 0.4 million parameters."""
+    """The sizes of the tower; with the defaults it has 1.5 million parameters. A patch is one of the nine places."""
 
-    side: int = 64
-    patch: int = 8
-    width: int = 128
+    side: int = 48
+    patch: int = 16
+    width: int = 192
     layers: int = 3
     heads: int = 4
-    inner: int = 256
+    inner: int = 768
     epsilon: float = 1e-6
 
     @property
@@ -55,56 +57,55 @@ class TowerLayer(nnx.Module):
         return x + self.fc2(jax.nn.gelu(self.fc1(self.norm2(x)), approximate=True))
 
 
-class Tower(nnx.Module):
-    """The vision transformer, with two heads for its training that name the shape at each patch.
+class Vision(nnx.Module):
+    """The vision transformer and the projector to the decoder's width.
 
-    The first head names the shape that covers a patch's middle, the second the shape with its center in the patch.
+    Heads on its output, for its training alone, make all that questions ask about a shape linear in the embedding of
+    the patch that has the shape's center.
     """
 
-    def __init__(self, shape: Shape, rngs: nnx.Rngs) -> None:
+    def __init__(self, shape: Shape, out_width: int, rngs: nnx.Rngs) -> None:
         self.shape = shape
         self.patches = Linear(3 * shape.patch**2, shape.width, rngs)
         self.embed_positions = nnx.Param(jax.random.normal(rngs.params(), (shape.patches, shape.width)) * 0.5)
         self.layers = nnx.List([TowerLayer(shape, rngs) for _ in range(shape.layers)])
-        self.heads, self.heads_norm = Linear(shape.width, 2 * CLASSES, rngs), Norm(shape.width, shape.epsilon)
+        self.project_1, self.project_2 = Linear(shape.width, out_width, rngs), Linear(out_width, out_width, rngs)
+        self.heads_norm, self.heads = Norm(out_width, shape.epsilon), Linear(out_width, sum(HEADS), rngs)
 
     def __call__(self, pixels: jax.Array) -> jax.Array:
-        """Return states [pictures * patches, width] of pixels [pictures, 3, side, side]."""
+        """Return embeddings [pictures, patches, out_width] of pixels [pictures, 3, side, side]."""
         s, count = self.shape, self.shape.side // self.shape.patch
         cut = pixels.reshape(-1, 3, count, s.patch, count, s.patch).transpose(0, 2, 4, 1, 3, 5)
         x = self.patches(cut.reshape(-1, s.patches, 3 * s.patch**2)) + self.embed_positions[...]
         x = x.reshape(-1, s.width)
         for layer in self.layers:
             x = layer(x)
-        return x
+        embeddings = self.project_2(jax.nn.gelu(self.project_1(x), approximate=False))
+        return embeddings.reshape(-1, s.patches, embeddings.shape[-1])
 
-    def classes(self, states: jax.Array) -> jax.Array:
-        """Return the logits [pictures, patches, 2, CLASSES] of the heads."""
-        return self.heads(self.heads_norm(states)).reshape(-1, self.shape.patches, 2, CLASSES)
+    def named(self, embeddings: jax.Array) -> list[jax.Array]:
+        """Return the outputs [pictures, patches, size] of the heads."""
+        return jnp.split(self.heads(self.heads_norm(embeddings)), list(itertools.accumulate(HEADS))[:-1], axis=-1)
 
 
-class Captioner(nnx.Module):
+class Captioner(NamedTuple):
     """The whole network."""
 
-    def __init__(self, tower: Shape, decoder: network.Shape, rngs: nnx.Rngs) -> None:
-        self.tower = Tower(tower, rngs)
-        self.project_1 = Linear(tower.width, decoder.width, rngs)
-        self.project_2 = Linear(decoder.width, decoder.width, rngs)
-        self.decoder = Llama(decoder, rngs)
+    vision: Vision
+    decoder: Llama
 
-    def project(self, states: jax.Array) -> jax.Array:
-        """Return a picture's embeddings for the decoder from the states of its patches."""
-        return self.project_2(jax.nn.gelu(self.project_1(states), approximate=False))
 
-    def read(self, prefix: jax.Array, states: jax.Array, repeats: int, room: int) -> network.Cache:
-        """Return the cache after the tokens `prefix` and each picture, `repeats` times, with room for more tokens."""
-        patches, decoder = self.tower.shape.patches, self.decoder
-        seen = self.project(states).reshape(-1, patches, decoder.shape.width)
-        before = jnp.broadcast_to(decoder.embed_tokens[...][prefix], (len(seen), len(prefix), decoder.shape.width))
-        x = jnp.concatenate([before, seen], axis=1)
-        _, cache = decoder.states(x.reshape(-1, decoder.shape.width), jnp.arange(x.shape[1]))
-        added = ((0, 0), (0, 0), (0, room), (0, 0))
-        return [(jnp.pad(k, added).repeat(repeats, 0), jnp.pad(v, added).repeat(repeats, 0)) for k, v in cache]
+def read_pictures(decoder: Llama, prefix: jax.Array, embeddings: jax.Array, repeats: int, room: int) -> network.Cache:
+    """Return the cache after the tokens `prefix` and each picture, `repeats` times, with room for more tokens.
+
+    Pictures have embeddings [pictures, patches, width].
+    """
+    before = decoder.embed_tokens[...][prefix]
+    before = jnp.broadcast_to(before, (len(embeddings), *before.shape))
+    x = jnp.concatenate([before, embeddings], axis=1)
+    _, cache = decoder.states(x.reshape(-1, decoder.shape.width), jnp.arange(x.shape[1]))
+    added = ((0, 0), (0, 0), (0, room), (0, 0))
+    return [(jnp.pad(k, added).repeat(repeats, 0), jnp.pad(v, added).repeat(repeats, 0)) for k, v in cache]
 
 
 _LAYER_NAMES = {
@@ -115,9 +116,9 @@ _LAYER_NAMES = {
 
 def hugging_face_weights(model: Captioner) -> dict[str, jax.Array]:
     """Return the weights under Hugging Face's names; matrices are turned to [out, in]."""
-    tower, shape, stem = model.tower, model.tower.shape, "vision_tower.vision_model."
+    tower, shape, stem = model.vision, model.vision.shape, "vision_tower.vision_model."
     weights = {f"language_model.{name}": value for name, value in network.hugging_face_weights(model.decoder).items()}
-    modules = {f"multi_modal_projector.linear_{i}": part for i, part in ((1, model.project_1), (2, model.project_2))}
+    modules = {f"multi_modal_projector.linear_{i}": part for i, part in ((1, tower.project_1), (2, tower.project_2))}
     for number, layer in enumerate(tower.layers):
         modules |= {f"{stem}encoder.layers.{number}.{to}": getattr(layer, name) for name, to in _LAYER_NAMES.items()}
     for name, module in modules.items():

@@ -22,7 +22,7 @@ MAX_POSITIONS_WITH_PICTURE = 256  # the same for the model of shapes
 TEMPERATURE = 0.5  # for generation_config.json: at it, sums are right and stories differ
 
 
-def round_to_bfloat16(model: Llama) -> None:
+def round_to_bfloat16(model: nnx.Module) -> None:
     """Round every weight to its stored precision, so that a later score is valid for the written folder."""
     for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         leaf[...] = leaf[...].astype(jnp.bfloat16).astype(jnp.float32)
@@ -154,7 +154,7 @@ def write_embedder(model: encoder.Encoder, tokenizer: Tokenizer, sizes: Sequence
 
 def captioner_config(model: captioner.Captioner) -> dict[str, Any]:
     """Return config.json of the network."""
-    tower, text = model.tower.shape, llama_config(model.decoder.shape)
+    tower, text = model.vision.shape, llama_config(model.decoder.shape)
     text["max_position_embeddings"] = MAX_POSITIONS_WITH_PICTURE
     return {
         "architectures": ["LlavaForConditionalGeneration"],
@@ -198,11 +198,11 @@ def write_captioner(model: captioner.Captioner, tokenizer: Tokenizer, folder: Pa
     length = {"model_max_length": MAX_POSITIONS_WITH_PICTURE}
     own = tokenizer_config() | length | {"chat_template": talks.CHAT_TEMPLATE}
     processor = {"processor_class": "LlavaProcessor", "image_token": talks.IMAGE}
-    processor |= {"patch_size": model.tower.shape.patch, "vision_feature_select_strategy": "full"}
+    processor |= {"patch_size": model.vision.shape.patch, "vision_feature_select_strategy": "full"}
     generation = {"bos_token_id": talks.END_OF_TEXT_ID, "eos_token_id": [talks.TURN_END_ID, talks.END_OF_TEXT_ID]}
     write_json(folder / "config.json", captioner_config(model))
     write_json(folder / "tokenizer_config.json", own)
-    write_json(folder / "preprocessor_config.json", talks.processor_settings(model.tower.shape))
+    write_json(folder / "preprocessor_config.json", talks.processor_settings(model.vision.shape))
     write_json(folder / "processor_config.json", processor)
     write_json(folder / "generation_config.json", generation | {"temperature": 0.0})
 

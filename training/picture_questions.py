@@ -23,7 +23,7 @@ RELATIONS: dict[str, tuple[str, int]] = {
     "left of": ("x", 1), "to the left of": ("x", 1), "right of": ("x", -1), "to the right of": ("x", -1),
     "above": ("y", 1), "below": ("y", -1),
 }  # fmt: skip
-CLEAR = 0.1  # least difference of coordinates in a question
+CLEAR = 0.12  # least difference of coordinates in a question
 MIDDLE = 0.08  # a shape nearer to the middle is on no side
 NO_PICTURE = "I see no picture. Attach one of coloured shapes."
 OTHER = "I can only answer questions about pictures of coloured shapes."
@@ -87,7 +87,7 @@ def chosen(items: Items, colour: str | None, kind: str | None) -> Items:
 
 def ask(rng: random.Random, kind: str, items: Items) -> Turn | None:
     """Return a question of a kind about shapes; None if these allow none."""
-    found = ASKED[kind](rng, items)
+    found = TRAINED[kind](rng, items)
     return None if found is None else Turn(kind, *found)
 
 
@@ -181,7 +181,8 @@ def _places(rng: random.Random, items: Items) -> tuple[str, str]:
     return _phrase(rng, "places", s=noun(colour, kind)), answer
 
 
-def _relations(rng: random.Random, items: Items) -> tuple[str, str] | None:
+def _related(rng: random.Random, items: Items) -> tuple[str, Item, Item, bool, bool] | None:
+    """Return a question about two shapes, these, whether it is true, and whether their places show that."""
     names = [(item.colour, item.kind) for item in items]
     unique = [item for item in items if names.count((item.colour, item.kind)) == 1]
     words, (axis, sign) = rng.choice(tuple(RELATIONS.items()))
@@ -192,7 +193,25 @@ def _relations(rng: random.Random, items: Items) -> tuple[str, str] | None:
     if abs(difference) < CLEAR:
         return None
     first, second = (noun(item.colour, item.kind) for item in (one, other))
-    return _phrase(rng, "relations", s=first, r=words, t=second), "Yes." if difference > 0 else "No."
+    question = _phrase(rng, "relations", s=first, r=words, t=second)
+    return question, one, other, difference > 0, int(getattr(one, axis) * 3) != int(getattr(other, axis) * 3)
+
+
+def _yes_or_no(rng: random.Random, items: Items) -> tuple[str, str] | None:
+    """Ask for a relation, for a bare answer."""
+    found = _related(rng, items)
+    return None if found is None else (found[0], "Yes." if found[3] else "No.")
+
+
+def _relations(rng: random.Random, items: Items) -> tuple[str, str] | None:
+    """Ask for a relation of shapes in different rows or columns, from whose places the answer follows."""
+    found = _related(rng, items)
+    if found is None or not found[4]:
+        return None
+    question, one, other, is_true, _ = found
+    first, second = (noun(item.colour, item.kind) for item in (one, other))
+    places = f"The {first} is {PLACES[one.place]}, the {second} {PLACES[other.place]}"
+    return question, f"{places}, so {'yes' if is_true else 'no'}."
 
 
 def _descriptions(rng: random.Random, items: Items) -> tuple[str, str]:
@@ -205,17 +224,20 @@ ASKED: dict[str, Callable[[random.Random, Items], tuple[str, str] | None]] = {
     "counts": _counts, "colours": _colours, "kinds": _kinds, "presence": _presence, "places": _places,
     "relations": _relations, "descriptions": _descriptions,
 }  # fmt: skip
-# Shares of the training: a description has most tokens.
-SHARES: dict[str, float] = {
-    "counts": 0.26, "colours": 0.16, "kinds": 0.14, "presence": 0.12, "places": 0.14, "relations": 0.12,
-    "descriptions": 0.06,
+TRAINED = ASKED | {"yes or no": _yes_or_no}
+# Shares of the training: a description has most tokens. Bare answers about relations are asked first: they are short,
+# and need both shapes.
+FIRST_SHARES: dict[str, float] = {
+    "counts": 0.18, "colours": 0.16, "kinds": 0.13, "presence": 0.09, "places": 0.16, "yes or no": 0.2,
+    "descriptions": 0.08,
 }  # fmt: skip
-
-
-# Shares of the last part: places are learned last.
-LATER_SHARES: dict[str, float] = {
-    "counts": 0.08, "colours": 0.16, "kinds": 0.12, "presence": 0.04, "places": 0.3, "relations": 0.25,
+COMPARING_SHARES: dict[str, float] = {
+    "counts": 0.12, "colours": 0.08, "kinds": 0.1, "presence": 0.05, "places": 0.15, "relations": 0.45,
     "descriptions": 0.05,
+}  # fmt: skip
+SHARES: dict[str, float] = {
+    "counts": 0.22, "colours": 0.13, "kinds": 0.13, "presence": 0.09, "places": 0.2, "relations": 0.15,
+    "descriptions": 0.08,
 }  # fmt: skip
 
 
@@ -275,7 +297,7 @@ def other_turn(rng: random.Random) -> Turn:
 
 def blind_turns(rng: random.Random, items: Items) -> Iterator[Turn]:
     """Yield questions of a chat without a picture; `items` are those that they presuppose."""
-    for turn in turns(rng, items):
+    for turn in turns(rng, items, FIRST_SHARES):
         yield turn if turn.kind == "others" else Turn("others", turn.question, NO_PICTURE)
 
 

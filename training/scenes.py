@@ -37,10 +37,10 @@ PLACES: tuple[str, ...] = (
     "at the bottom left", "at the bottom", "at the bottom right",
 )  # fmt: skip
 MOST_SHAPES = 5
-SMALLEST, LARGEST = 0.1, 0.42  # radius of the circle around a shape
+SMALLEST, LARGEST = 0.11, 0.42  # radius of the circle around a shape
 LARGE = 0.3  # share of the pictures that may have a large shape
 GAP = 0.02  # between two of these circles, and to the picture's edges
-MARGIN = 0.03  # between a center and the borders of the nine places
+MARGIN = 0.06  # between a center and the borders of the nine places
 PIXELS = (128, 225)  # range of a picture's sides
 
 
@@ -143,7 +143,7 @@ def render(items: tuple[Item, ...], rng: np.random.Generator) -> Image.Image:
             canvas.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
             continue
         count, turn = (4, 0.125) if item.kind == "square" else (3, rng.choice((0.25, 0.25, 0.25, 0.75)))
-        angles = 2 * np.pi * (np.arange(count) / count + turn + rng.uniform(-0.04, 0.04))
+        angles = 2 * np.pi * (np.arange(count) / count + turn + rng.uniform(-0.03, 0.03))
         canvas.polygon(
             [(x + radius * float(np.cos(angle)), y - radius * float(np.sin(angle))) for angle in angles],
             fill=fill,

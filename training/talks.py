@@ -8,15 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL.Image import Image
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from jaxllm.media.processor import ImageProcessor, read_processor
 from training import picture_questions
 from training.captioner import Shape
 from training.corpus import END_OF_TEXT, TURN_END, TURN_START
 from training.packing import train_bpe
-from training.picture_questions import SHARES, Turn
-from training.scenes import COLOURS, KINDS, Item, draw_items, picture
+from training.picture_questions import Turn
+from training.scenes import COLOURS, KINDS, LARGE, Item, draw_items, picture
 
 IMAGE = "<image>"
 SPECIAL_TOKENS: tuple[str, ...] = (END_OF_TEXT, TURN_START, TURN_END, IMAGE)
@@ -35,13 +37,21 @@ USER, ASSISTANT = f"{TURN_START}user\n", f"{TURN_START}assistant\n"
 MOST_TOKENS = 512
 
 
-class Batch(NamedTuple):
-    """Pictures and chats about them: N pictures, K chats about each, B chats without a picture, T tokens."""
+class Pool(NamedTuple):
+    """Pictures of the training: pixels uint8[N, 3, side, side], labels of patches, and shapes."""
 
-    pixels: jax.Array  # float32[N, 3, side, side]
-    classes: jax.Array  # int32[N, patches, 2]
+    pixels: np.ndarray
+    patches: np.ndarray  # float32[N, patches, 5], see `at_patches`
+    items: list[tuple[Item, ...]]
+
+
+class Batch(NamedTuple):
+    """N pictures, K chats about each, and K chats without a picture, of T tokens."""
+
+    pixels: jax.Array  # uint8[N, 3, side, side]
+    patches: jax.Array  # float32[N, patches, 5]
     chats: jax.Array  # int32[N * K, 2, T]: tokens after those of the picture, and weights of their losses
-    blind: jax.Array  # int32[B, 2, T]
+    blind: jax.Array  # int32[K, 2, T]
 
 
 def processor_settings(shape: Shape) -> dict[str, object]:
@@ -69,7 +79,9 @@ def train_tokenizer(seed: int, pictures: int = 3000) -> Tokenizer:
     def texts() -> Iterator[str]:
         for number in range(pictures):
             rng = random.Random(f"tokenizer {seed} {number}")
-            for turn in itertools.islice(picture_questions.turns(rng, draw_items(rng)), 8):
+            for turn in itertools.islice(
+                picture_questions.turns(rng, draw_items(rng), picture_questions.FIRST_SHARES), 8
+            ):
                 if turn.kind != "others":
                     yield from ("user\n", turn.question, "assistant\n", turn.answer)
         for answer in (picture_questions.NO_PICTURE, picture_questions.OTHER, picture_questions.GREETING):
@@ -78,17 +90,35 @@ def train_tokenizer(seed: int, pictures: int = 3000) -> Tokenizer:
     return train_bpe(texts(), MOST_TOKENS, SPECIAL_TOKENS)
 
 
-def patch_classes(items: tuple[Item, ...], shape: Shape) -> np.ndarray:
-    """Return int32[patches, 2], 0 for background: the shape at a patch's middle, and that with its center there."""
+def at_patches(items: tuple[Item, ...], shape: Shape) -> np.ndarray:
+    """Return float32[patches, 5] of the shapes with their centers at patches, 0 elsewhere.
+
+    These are 1 + the number of the kind, the numbers of colour and place, and x and y from the picture's middle, in
+    thirds of its sides.
+    """
     count = shape.side // shape.patch
-    y, x = np.divmod(np.arange(count * count), count)
-    classes = np.zeros((count * count, 2), np.int32)
+    found = np.zeros((count * count, 5), np.float32)
     for item in items:
-        number = 1 + KINDS.index(item.kind) * len(COLOURS) + tuple(COLOURS).index(item.colour)
-        distances = np.hypot((x + 0.5) / count - item.x, (y + 0.5) / count - item.y)
-        classes[distances < 0.75 * item.radius, 0] = number
-        classes[int(item.y * count) * count + int(item.x * count), 1] = number
-    return classes
+        numbers = 1 + KINDS.index(item.kind), tuple(COLOURS).index(item.colour), item.place
+        found[int(item.y * count) * count + int(item.x * count)] = *numbers, 3 * item.x - 1.5, 3 * item.y - 1.5
+    return found
+
+
+def draw_pool(seed: int, pictures: int, shape: Shape) -> Pool:
+    """Draw pictures with the engine's own preprocessing."""
+    processor = make_processor(shape)
+    pixels = np.zeros((pictures, 3, shape.side, shape.side), np.uint8)
+    drawn = (picture(seed, number, LARGE) for number in range(pictures))
+    items = []
+    for number, each in enumerate(tqdm(drawn, total=pictures, unit="picture", mininterval=5)):
+        pixels[number] = levels(processor, each.image)
+        items.append(each.items)
+    return Pool(pixels, np.stack([at_patches(each, shape) for each in items]), items)
+
+
+def levels(processor: ImageProcessor, image: Image) -> np.ndarray:
+    """Return the integers of which the processor's pixels are `levels / 127.5 - 1`."""
+    return np.rint((processor.pixels(image) + 1) * 127.5).astype(np.uint8)
 
 
 def encode(tokenizer: Tokenizer, turns: Iterator[Turn], length: int, is_blind: bool = False) -> np.ndarray:
@@ -113,32 +143,24 @@ def encode(tokenizer: Tokenizer, turns: Iterator[Turn], length: int, is_blind: b
     return row
 
 
-def batches(
+def batch_of(
     tokenizer: Tokenizer,
-    shape: Shape,
-    seed: int,
-    first: int,
+    pool: Pool,
+    rng: random.Random,
     pictures: int,
     chats: int,
     length: int,
-    large: float,
-    shares: Mapping[str, float] = SHARES,
-) -> Iterator[Batch]:
-    """Yield batches of pictures, numbered from `first`, with `chats` about each and the same number without any.
+    shares: Mapping[str, float],
+) -> Batch:
+    """Draw pictures of the pool, with `chats` about each and the same number without any.
 
-    A share `large` of the pictures may have a large shape; `shares` are those of the kinds of questions.
+    `shares` are those of the kinds of questions.
     """
-    processor = make_processor(shape)
-    for start in itertools.count(first, pictures):
-        drawn = [picture(seed, number, large) for number in range(start, start + pictures)]
-        rng = random.Random(f"chats {seed} {start}")
-        pairs = [(picture_questions.turns(rng, each.items, shares), False) for each in drawn for _ in range(chats)]
-        pairs += [(picture_questions.blind_turns(rng, drawn[0].items), True) for _ in range(chats)]
-        rows = [encode(tokenizer, turns, length + 1, is_blind) for turns, is_blind in pairs]
-        split = pictures * chats
-        yield Batch(
-            jnp.asarray(np.stack([processor.pixels(each.image) for each in drawn])),
-            jnp.asarray(np.stack([patch_classes(each.items, shape) for each in drawn])),
-            jnp.asarray(np.array(rows[:split], np.int32).reshape(-1, 2, length + 1)),
-            jnp.asarray(np.array(rows[split:], np.int32).reshape(-1, 2, length + 1)),
-        )
+    numbers = rng.sample(range(len(pool.items)), pictures)
+    items = [pool.items[number] for number in numbers]
+    pairs = [(picture_questions.turns(rng, each, shares), False) for each in items for _ in range(chats)]
+    pairs += [(picture_questions.blind_turns(rng, items[0]), True) for _ in range(chats)]
+    rows = [encode(tokenizer, turns, length + 1, is_blind) for turns, is_blind in pairs]
+    split, shape = pictures * chats, (-1, 2, length + 1)
+    parts = (np.array(part, np.int32).reshape(shape) for part in (rows[:split], rows[split:]))
+    return Batch(*map(jnp.asarray, (pool.pixels[numbers], pool.patches[numbers], *parts)))

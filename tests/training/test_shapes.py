@@ -49,8 +49,9 @@ EXPECTED = {
     "Where is the red circle?": "It is at the top left.",
     "Where is the square?": "It is at the bottom.",
     "Where is the circle?": "There are 2 circles.",
-    "Is the red circle left of the blue circle?": "Yes.",
-    "Is the red square above the blue circle?": "No.",
+    "Is the red circle left of the blue circle?": "The red circle is at the top left, the blue circle on the right, so "
+    "yes.",
+    "Is the red square above the blue circle?": "The red square is at the bottom, the blue circle on the right, so no.",
     "Describe the picture.": "There is a red circle at the top left, a blue circle on the right and a red square at "
     "the bottom.",
 }
@@ -102,9 +103,10 @@ def test_rows_are_the_tokens_of_chats() -> None:
 
 
 def test_patches_are_labelled_with_their_shapes() -> None:
-    classes = talks.patch_classes(SCENE, Shape()).reshape(8, 8, 2)
-    assert (np.argwhere(classes[..., 1]) == [[1, 1], [4, 6], [6, 4]]).all()
-    assert classes[1, 1, 1] == classes[1, 1, 0] == 1 and classes[6, 4, 1] == 1 + len(COLOURS)
+    found = talks.at_patches(SCENE, Shape())
+    due = np.zeros((9, 5), np.float32)
+    due[0], due[5], due[7] = (1, 0, 0, -0.99, -0.99), (1, 4, 5, 0.9, 0), (2, 0, 7, 0, 0.99)
+    np.testing.assert_allclose(found, due, atol=1e-6)
 
 
 def drawn(kind: str = "PNG") -> bytes:
@@ -128,6 +130,15 @@ def test_a_chat_about_a_red_circle(
     shown = capsys.readouterr()
     assert shown.out.splitlines() == ["It is red.", "There is 1 red circle.", "No.", "There is 1 shape."] * 3
     assert "oldest messages were dropped" in shown.err  # and not the picture
+
+
+def test_some_held_out_questions_are_answered() -> None:
+    """Test five pictures of a seed that the README does not have."""
+    from training.evaluate_shapes import evaluate
+
+    with LLM("jaxllm-shapes", **FEW_SLOTS) as llm:
+        scores = evaluate(llm, 2, 5)
+    assert scores["all"]["asked"] >= 30 and scores["all"]["rate"] >= 0.85, scores
 
 
 @pytest.mark.ci
