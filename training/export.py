@@ -12,16 +12,17 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from training import corpus, encoder
+from training import captioner, corpus, encoder, talks
 from training.network import Llama, Shape, hugging_face_weights
 from training.packing import END_OF_TEXT_ID, TURN_END_ID
 
 # Rotary positions after the longest training row are untrained, so the model's limit is that length.
 MAX_POSITIONS = 512
+MAX_POSITIONS_WITH_PICTURE = 256  # the same for the model of shapes
 TEMPERATURE = 0.5  # for generation_config.json: at it, sums are right and stories differ
 
 
-def round_to_bfloat16(model: Llama) -> None:
+def round_to_bfloat16(model: nnx.Module) -> None:
     """Round every weight to its stored precision, so that a later score is valid for the written folder."""
     for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         leaf[...] = leaf[...].astype(jnp.bfloat16).astype(jnp.float32)
@@ -149,6 +150,61 @@ def write_embedder(model: encoder.Encoder, tokenizer: Tokenizer, sizes: Sequence
         "sentence_bert_config.json": {"max_seq_length": shape.positions, "do_lower_case": False},
     }.items():  # fmt: skip
         write_json(folder / path, value)
+
+
+def captioner_config(model: captioner.Captioner) -> dict[str, Any]:
+    """Return config.json of the network."""
+    tower, text = model.vision.shape, llama_config(model.decoder.shape)
+    text["max_position_embeddings"] = MAX_POSITIONS_WITH_PICTURE
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": {key: value for key, value in text.items() if key not in ("architectures", "torch_dtype")},
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "image_size": tower.side,
+            "patch_size": tower.patch,
+            "hidden_size": tower.width,
+            "intermediate_size": tower.inner,
+            "num_hidden_layers": tower.layers,
+            "num_attention_heads": tower.heads,
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_eps": tower.epsilon,
+            "vision_use_head": False,
+        },
+        "image_token_index": talks.IMAGE_ID,
+        "image_seq_length": tower.patches,
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "tie_word_embeddings": True,
+        "bos_token_id": talks.END_OF_TEXT_ID,
+        "eos_token_id": talks.TURN_END_ID,
+        "pad_token_id": talks.END_OF_TEXT_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_captioner(model: captioner.Captioner, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, weights in bfloat16, tokenizer and preprocessing to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: np.ascontiguousarray(value.astype(jnp.bfloat16))
+        for name, value in captioner.hugging_face_weights(model).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    length = {"model_max_length": MAX_POSITIONS_WITH_PICTURE}
+    own = tokenizer_config() | length | {"chat_template": talks.CHAT_TEMPLATE}
+    processor = {"processor_class": "LlavaProcessor", "image_token": talks.IMAGE}
+    processor |= {"patch_size": model.vision.shape.patch, "vision_feature_select_strategy": "full"}
+    generation = {"bos_token_id": talks.END_OF_TEXT_ID, "eos_token_id": [talks.TURN_END_ID, talks.END_OF_TEXT_ID]}
+    write_json(folder / "config.json", captioner_config(model))
+    write_json(folder / "tokenizer_config.json", own)
+    write_json(folder / "preprocessor_config.json", talks.processor_settings(model.vision.shape))
+    write_json(folder / "processor_config.json", processor)
+    write_json(folder / "generation_config.json", generation | {"temperature": 0.0})
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -44,3 +44,8 @@ def summands_held_out(a: int, b: int) -> bool:
 def asking_held_out(question: str) -> bool:
     """Return whether this question about the weather in a city is held out for the evaluation."""
     return bucket(f"asking:{question}", 6) == 0
+
+
+def picture_held_out(arrangement: str) -> bool:
+    """Return whether pictures with this arrangement of shapes are held out for the evaluation."""
+    return bucket(f"picture:{arrangement}", 20) == 0

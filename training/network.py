@@ -140,13 +140,17 @@ class Llama(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         """Return logits [batch, time, vocabulary] for tokens [batch, time] at positions [time], and the new cache."""
         # All tokens in one matrix [batch * time, width]: the gradients take half the time that three dimensions take.
-        x = self.embed_tokens[...][tokens.reshape(-1)]
+        x, kept = self.states(self.embed_tokens[...][tokens.reshape(-1)], positions, cache)
+        logits = self.norm(x) @ self.embed_tokens[...].T
+        return logits.reshape(*tokens.shape, -1), kept
+
+    def states(self, x: jax.Array, positions: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+        """Return embeddings x [batch * time, width] after the layers, before the last norm, and the new cache."""
         kept = []
         for i, layer in enumerate(self.layers):
             x, pair = layer(x, positions, None if cache is None else cache[i])
             kept.append(pair)
-        logits = self.norm(x) @ self.embed_tokens[...].T
-        return logits.reshape(*tokens.shape, -1), kept
+        return x, kept
 
     def empty_cache(self, batch: int, length: int) -> Cache:
         """Return a cache of zeros for `length` positions."""

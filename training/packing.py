@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,20 +15,26 @@ END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = range(3)
 
 def train_tokenizer(seed: int, vocabulary: int, documents: int = 20_000) -> Tokenizer:
     """Train a byte-level BPE on the corpus; every digit is a separate token, which helps to learn sums."""
+    tokenizer = train_bpe(_plain_texts(seed, documents), vocabulary, SPECIAL_TOKENS)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {vocabulary}")
+    return tokenizer
+
+
+def train_bpe(texts: Iterator[str], most: int, special_tokens: Sequence[str]) -> Tokenizer:
+    """Train a byte-level BPE of `most` tokens, or fewer if the texts have fewer words; digits are separate tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        vocab_size=most,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_plain_texts(seed, documents), trainer)
-    if tokenizer.get_vocab_size() != vocabulary:
-        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, not {vocabulary}")
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 

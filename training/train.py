@@ -121,7 +121,7 @@ def ask(model: Llama, tokenizer: Tokenizer, questions: list[Question], batch: in
     return score(questions, answers, reasons)
 
 
-def save_state(model: Llama, optimizer: nnx.Optimizer, step: int, seconds: float, path: Path) -> None:
+def save_state(model: nnx.Module, optimizer: nnx.Optimizer, step: int, seconds: float, path: Path) -> None:
     """Write the state for resuming after `step` (to a second file first, so that a kill leaves the old one)."""
     leaves = jax.tree.leaves(nnx.state((model, optimizer)))
     new = path.with_suffix(".new.npz")
@@ -132,7 +132,7 @@ def save_state(model: Llama, optimizer: nnx.Optimizer, step: int, seconds: float
     new.replace(path)
 
 
-def load_state(model: Llama, optimizer: nnx.Optimizer, path: Path) -> tuple[int, float]:
+def load_state(model: nnx.Module, optimizer: nnx.Optimizer, path: Path) -> tuple[int, float]:
     """Read a file of `save_state` into the model and the optimizer; return the step and the seconds so far."""
     state = nnx.state((model, optimizer))
     with np.load(path) as saved:

@@ -143,7 +143,7 @@ def _turn(
 def _fit(
     llm: LLM, messages: list[dict[str, Any]], max_tokens: int | None, further: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Drop the oldest turns until an answer fits; return the conversation and its prompt.
+    """Drop the oldest turns, without their images, until an answer fits; return the conversation and its prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
     `UserError` if the last message does not fit.
@@ -158,4 +158,14 @@ def _fit(
             return messages, prompt
         if len(messages) == first + 1:
             raise UserError(f"The message has {num_tokens} tokens with its template; the context has {limit}.")
-        messages = messages[:first] + messages[first + 2 :]
+        dropped, rest = messages[first], messages[first + 2 :]
+        messages = messages[:first] + _with_images_of(dropped, rest)
+
+
+def _with_images_of(dropped: dict[str, Any], rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move the images of a dropped message to the next one of the user."""
+    if isinstance(dropped["content"], str):
+        return rest
+    images = [part for part in dropped["content"] if part["type"] == "image"]
+    following = {"role": "user", "content": [*images, {"type": "text", "text": rest[0]["content"]}]}
+    return [following, *rest[1:]]

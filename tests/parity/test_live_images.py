@@ -21,6 +21,7 @@ from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
+from jaxllm.embedded import SHAPES_DIR
 from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import read_processor
 from jaxllm.model.sharding import make_layout
@@ -38,6 +39,8 @@ from tests.support.vision_models import (
     write_gemma,
     write_llava,
 )
+from training.picture_questions import held_out_questions
+from training.talks import IMAGE_ID
 
 pytestmark = pytest.mark.parity
 MODELS = [
@@ -101,6 +104,20 @@ def test_a_model_equals_transformers(kind: str, write: Callable[[Path], Path], t
             found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])
             logits = peer.logits(prompt)[-1].astype(np.float64)
             np.testing.assert_allclose(found, logits - np.logaddexp.reduce(logits), atol=1e-4)
+
+
+def test_the_included_model_equals_transformers() -> None:
+    """Test questions about held-out pictures, with the preprocessing."""
+    peer, greedy = Peer(SHAPES_DIR), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    asked = [each for each in held_out_questions(2, 4) if each.image is not None]
+    with LLM(str(SHAPES_DIR), **SLOTS) as llm:
+        found = llm.chat([each.messages() for each in asked], greedy, use_tqdm=False)
+        for each, output in zip(asked, found, strict=True):
+            tokens = list(output.prompt_token_ids)
+            first = tokens.index(IMAGE_ID)
+            ids = tokens[: first + 1] + tokens[first + tokens.count(IMAGE_ID) :]
+            due = peer.greedy({"prompt_token_ids": ids, "multi_modal_data": {"image": [each.image]}})
+            assert output.outputs[0].token_ids == due
 
 
 CHANGES: list[dict[str, Any]] = [{}, {"do_pad": True}, {"resample": 2}]

@@ -52,7 +52,7 @@ def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> T
     faults = [name for name in FAULTS if chance.random() < 0.4] if focus is None else [*focus.rates]
     setting = _setting(chance, faults)
     if focus is not None:
-        setting |= focus.setting(chance)
+        setting |= {"max_source": 0} | focus.setting(chance)
     fit_whole_images(setting)
     return Trace(seed, setting, _Maker(chance, setting, faults, focus).events(num_turns), num_turns)
 
