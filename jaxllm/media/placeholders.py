@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from jaxllm.errors import UserError
@@ -16,8 +15,9 @@ def marked(text: str, marks: tuple[str, str, str] | None) -> str:
     if marks is None:
         return text
     before, placeholder, after = marks
-    pattern = f"{re.escape(before)}(?!{re.escape(placeholder)})"
-    return re.sub(pattern, lambda _: f"\n\n{before}{placeholder}{after}\n\n", text)
+    whole = f"\n\n{before}{placeholder}{after}\n\n"
+    first, *others = text.split(before)
+    return first + "".join((before if rest.startswith(placeholder) else whole) + rest for rest in others)
 
 
 def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[int]]:

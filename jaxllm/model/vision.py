@@ -22,7 +22,7 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.tower import Arranged
 from pallas_kernels.activations import activate
 
-_SCORES = 1 << 26  # of attention at once, in numbers: 256 MB
+MOST_SCORES = 1 << 26  # of attention at once, in numbers: 256 MB
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
 
 
@@ -147,12 +147,13 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
         x = _normed(spec, top, "pre_norm", x)
     states = [x]
     for weights in params.layers:
-        states.append(_layer(spec, weights, states[-1]))
+        states.append(tower_layer(spec, weights, states[-1]))
     return jnp.concatenate([states[number] for number in spec.features], axis=-1)
 
 
 @partial(jax.jit, static_argnames=("spec",))
-def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
+def tower_layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
+    """Compute a layer; queries attend in parts if all scores would exceed MOST_SCORES."""
     normed = _normed(spec, weights, "attn_norm", x)
     q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
 
@@ -161,7 +162,7 @@ def _layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
         shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
         return jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
 
-    most = max(1, _SCORES // (spec.num_heads * len(x)))
+    most = max(1, MOST_SCORES // (spec.num_heads * len(x)))
     step = next(each for each in range(min(most, len(x)), 0, -1) if len(x) % each == 0)
     mixed = attend(q) if step == len(x) else lax.map(attend, q.reshape(-1, step, *q.shape[1:]))
     x = x + linear(weights, "out", mixed.reshape(x.shape))

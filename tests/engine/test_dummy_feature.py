@@ -101,6 +101,10 @@ class Dictation(Feature):
                 assert packed is not None
                 step.extras.append((slot, packed))
 
+    def withholds(self, group: SequenceGroup) -> bool:
+        self.calls.add("withholds")
+        return False
+
     def masks(self, plan: Plan) -> Masks | None:
         self.calls.add("masks")
         return None

@@ -134,7 +134,7 @@ def llms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool, b
 
 
 def test_the_pairs_are_those_of_all_features() -> None:
-    others = {"pooling", "media", "sources"}  # of other models, see test_images.py and test_encoder_decoder.py
+    others = {"pooling", "media", "sources", "speech"}  # of other models, which have tests of their own
     assert USES.keys() | others == {*FEATURES}
 
 

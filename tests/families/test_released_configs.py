@@ -149,9 +149,9 @@ def test_what_stands_in_released_files_and_changes_nothing_is_accepted(config, l
         (QWEN_3_30B_A3B, {"shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size"),
         (QWEN_3_30B_A3B, {"num_local_experts": 64}, "num_local_experts"),
         (GRANITE_3B_A800M, {"position_embedding_type": "nope"}, "position_embedding_type"),
-        # Gemma 3 from 4B up
+        # Llama 4
         (
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "vision_config": {}},
+            {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}, "vision_config": {}},
             {},
             "not a model of text alone",
         ),

@@ -22,9 +22,9 @@ def test_queries_attend_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, weight in images.spec.declare().layers[0].items()
     }
     states = rng.standard_normal((tower.num_patches, tower.width), np.float32)
-    layer: Any = vision._layer
+    layer: Any = vision.tower_layer
     whole = layer(tower, weights, states)
-    monkeypatch.setattr(vision, "_SCORES", 5 * tower.num_heads * tower.num_patches)  # 4 of 64 queries
+    monkeypatch.setattr(vision, "MOST_SCORES", 5 * tower.num_heads * tower.num_patches)  # 4 of 64 queries
     parts = jax.jit(lambda *arrays: layer.__wrapped__(tower, *arrays))  # another function: traced again
     assert "while" in parts.lower(weights, states).as_text()
     np.testing.assert_allclose(parts(weights, states), whole, atol=1e-5)

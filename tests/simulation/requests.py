@@ -162,6 +162,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return OverloadedError
     if client.folder == BROKEN_FOLDER:
         return UserError
+    if client.source and "\0" in client.request.get("text", ""):  # its prompts are read first
+        return BrokenTextError
     if client.beams is not None and is_too_wide(client.beams, setting["num_slots"]):
         return UserError
     if isinstance(client.prompt, str) and "\0" in client.prompt:

@@ -512,7 +512,7 @@ def test_other_routes(server):
             )
         ),
         ("/v2/embed", "feature_disabled", "/v2/embed is not served: Cohere's embed API "),
-        ("/v1/audio/transcriptions", "feature_disabled", "/v1/audio/transcriptions is not served: "),
+        ("/v1/audio/speech", "feature_disabled", "/v1/audio/speech is not served: "),
     ],
 )
 def test_a_path_that_is_not_served_is_named_with_what_is_missing(server, path, code, message):
