@@ -176,7 +176,7 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
         return UserError
     if num_ids >= world.max_model_len or num_ids + params.min_tokens > world.max_model_len:
         return ContextLengthError
-    if is_refused(params.structured_outputs):
+    if client.source is None and is_refused(params.structured_outputs):
         return UserError
     needed = -(-(client.limit - 1) // setting["block_size"])
     if client.beams is not None and params.n > 1:
@@ -187,6 +187,8 @@ def refusal(world: World, client: Client) -> type[Exception] | None:
     needed += -(-client.source[1] // setting["block_size"]) if client.source else 0
     if needed > setting["num_blocks"]:
         return ContextLengthError
+    if client.source and is_refused(params.structured_outputs):  # its prompts are checked first
+        return UserError
     if params.n > setting["num_slots"] + most_queued(setting["most_queued"], setting["num_slots"]):
         return UserError
     if queue_is_full(world, params.n, params.n * num_ids):

@@ -27,7 +27,7 @@ Source = tuple[int, int]  # number, tokens
 # Settings that encoder-decoder models do not have; see docs/limits.md.
 WITHOUT: Mapping[str, Any] = {
     **{"max_adapters": 0, "num_adapters": 0, "max_drafts": 0, "block_events": False, "media_units": 0},
-    **{"host_blocks": [0, 0], "swaps": False, "has_disk": False},
+    **{"host_blocks": [0, 0], "swaps": False, "has_disk": False, "window": 0, "num_window_blocks": 0},
 }
 
 
