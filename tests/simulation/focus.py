@@ -145,7 +145,7 @@ FOCUS = {
             | {"most_queued_tokens": None, "max_step_tokens": chance.choice((8, 64))},
         ),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
-        ("source_encoded", "source_hit", "source_part_hit", "source_waits", "preemption", "beams"),
+        ("source_encoded", "source_hit", "source_waits", "preemption", "beams"),
     ),
     # The same where no chunk may end inside an image, with few blocks of windowed layers.
     "whole images": Focus(

@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from jaxllm_server.http.error_bodies import Refusal, answer_of, body_too_large
-from jaxllm_server.shared.options import ServerOptions
+from jaxllm_server.shared.options import AUDIO_PATHS, ServerOptions
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope, Send
@@ -55,7 +55,7 @@ def protocol_of(options: ServerOptions) -> type[SmallReads]:
 
     class Connection(BoundedProtocol):
         max_head_bytes = options.max_header_bytes
-        body_limit = staticmethod(options.body_limit)
+        usual_bytes, audio_bytes = options.body_limit(""), options.body_limit(AUDIO_PATHS[0])
         head_seconds = stall_seconds = options.stall_timeout or None
 
     class Read(SmallReads):
@@ -100,7 +100,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """A connection; subclasses set the limits."""
 
     max_head_bytes: int
-    body_limit: Callable[[str], int]  # bytes of a path's body
+    usual_bytes: int  # of a body …
+    audio_bytes: int  # … and of one with a file of sound
     max_body_bytes = 0  # of the current request, excluding chunk framing, which may be as large
     head_seconds: float | None  # for a complete head, from its first byte or the connection's start
     stall_seconds: float | None  # for the client to read pending output
@@ -173,7 +174,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._cancel_late()
         self._is_in_head = False
         super().on_headers_complete()
-        self.max_body_bytes = self.body_limit(self.scope["path"])
+        # No call: an error in it would stop the parser and be answered as the client's.
+        self.max_body_bytes = self.audio_bytes if self.scope["path"].endswith(AUDIO_PATHS) else self.usual_bytes
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
