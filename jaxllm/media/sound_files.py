@@ -47,12 +47,12 @@ def read_sound(data: bytes, most: float | None = None) -> np.ndarray:
 
 def resampled(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
     """Yield samples at 16 kHz, the same as `at_rate` of all blocks together."""
-    if rate == RATE:
+    up, down = ratio_of(rate)
+    if up == down:
         yield from blocks
         return
     from scipy.signal import firwin, resample_poly
 
-    up, down = ratio_of(rate)
     half = 10 * max(up, down)  # of the filter that `resample_poly` designs
     window: Any = ("kaiser", 5.0)
     taps = np.asarray(firwin(2 * half + 1, 1.0 / max(up, down), window=window), np.float32)

@@ -14,7 +14,7 @@ from jaxllm.media.sound import at_rate
 from jaxllm.media.sound_files import read_sound, resampled, seconds_of
 
 
-@pytest.mark.parametrize("rate", [8000, 16000, 44100, 48000, 11025, 31999, 7])
+@pytest.mark.parametrize("rate", [8000, 16000, 44100, 48000, 11025, 16002, 31999, 7])
 def test_pieces_are_resampled_as_the_whole(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sound_files, "FRAMES", 5000)
     rng = np.random.default_rng(rate)
