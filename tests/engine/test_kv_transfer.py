@@ -45,6 +45,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "drafts of the producer": ("qwen3", {"speculative_config": DRAFTS}, {}),
 }
 
+MARKS = {"windows": [], "cold drafts": [pytest.mark.slow], "drafts of the producer": [pytest.mark.slow]}
+
 
 def config_of(model: str, role: str | None = None, transfer: Mapping[str, Any] | None = None, **settings: Any) -> Any:
     own = {} if role is None else {"kv_transfer_config": {"kv_role": role, **(transfer or {})}}
@@ -91,7 +93,7 @@ def check_nothing_is_left(sender: LLMEngine, receiver: LLMEngine) -> None:
         assert state.pool.num_available == state.pool.num_blocks and not engine.outputs.groups
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.ci] * (each != "windows")) for each in CASES])
+@pytest.mark.parametrize("case", [pytest.param(each, marks=MARKS.get(each, [pytest.mark.ci])) for each in CASES])
 def test_tokens_are_those_of_one_engine(case: str) -> None:
     model, here, there = CASES[case]
     options = {"kv_connector_extra_config": {"api_key": "secret"}}

@@ -56,7 +56,7 @@ MODELS = [
     *((kind, partial(write_any_size, kind=kind)) for kind in ANY_SIZE),
     ("qwen2_5_vl", partial(write_any_size, kind="qwen2_5_vl", is_flat=True)),
     *((kind, partial(write_gemma, kind=kind)) for kind in BIDIRECTIONAL),
-    ("gemma3", partial(write_gemma, kind="gemma3", older_names=False)),
+    pytest.param("gemma3", partial(write_gemma, kind="gemma3", older_names=False), marks=pytest.mark.slow),
 ]
 
 

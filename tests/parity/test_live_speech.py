@@ -53,7 +53,9 @@ class Peer:
         return made, [time for each in times for time in each]
 
 
-@pytest.mark.parametrize(("times", "timed"), [(1.0, True), (1.35, True), (1.0, False)])
+@pytest.mark.parametrize(
+    ("times", "timed"), [(1.0, True), pytest.param(1.35, True, marks=pytest.mark.slow), (1.0, False)]
+)
 def test_segments_equal_transformers(times: float, timed: bool, tmp_path: Path) -> None:
     """Test sound of one window and of several, languages, tasks and a text before."""
     banned = [*SUPPRESSED, *range(FIRST_TIME, FIRST_TIME + NUM_FRAMES // 2 + 1)]
