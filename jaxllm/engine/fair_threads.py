@@ -30,7 +30,7 @@ class FairThreads:
         self._num_free = num_threads
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
-        self._running: Counter[Hashable] = Counter()
+        self._running: Counter[Hashable] = Counter()  # by group
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -18,7 +18,7 @@ class BlockBatch(NamedTuple):
 
     sequence: int  # consecutive, from 0
     time: float  # seconds since 1970
-    block_size: int
+    block_size: int  # tokens
     events: tuple[BlockEvent, ...]
     adapters: Mapping[int, str] = {}  # names, by number
 

@@ -24,10 +24,10 @@ class ModelInfo:
     default_params: SamplingParams
     eos_ids: frozenset[int]
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # tokens
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
-    block_size: int = 0
+    block_size: int = 0  # tokens
     num_kv_blocks: int = 0
     dtype: str = ""
     device_kind: str = ""

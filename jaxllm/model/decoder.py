@@ -299,7 +299,7 @@ def embed(spec: Spec, params: Params[Array], tokens: Int[Array, " T"], context: 
 
 def look_up(table: Any, tokens: Int[Array, " T"], vocab_size: int, dtype: Any, layout: Layout) -> Float[Array, "T D"]:
     """Return rows of a table sharded by rows, each shard's [Vx, D], as `dtype`."""
-    size = layout.padded("vocab", vocab_size) // layout.shards("vocab")
+    size = layout.padded("vocab", vocab_size) // layout.shards("vocab")  # Vx
     row = tokens - layout.index("vocab") * size
     is_here = (row >= 0) & (row < size)
     found = layers.lookup(table, row, dtype)
@@ -443,7 +443,7 @@ def _attend(
         qkv = jnp.concatenate([*_qk_norm(spec, weights, q, k, context.layout), v], axis=1)
     rope = spec.ropes[layer]
     own = Heads(qkv, None, False) if rope is None else Heads(qkv, turns[rope], rope.is_interleaved)
-    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)
+    mixed = context.attend(layer, own, spec.windows[layer], weights.get("sinks")).astype(qkv.dtype)  # [T, Hx, C]
     return mixed.reshape(len(qkv), heads * spec.head_size)
 
 

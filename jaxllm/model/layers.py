@@ -103,7 +103,7 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
         positions = positions[0]
     wide = positions.astype(jnp.float32)
     each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T  # of each pair
-    angles = each * inverse_frequencies(rope)
+    angles = each * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
@@ -111,7 +111,7 @@ def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Arr
     """Return relative position biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
     steps = np.arange(1 - length, length)  # key position minus query position
     half = buckets // 2
-    values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]
+    values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]  # [2 length - 1, H]
     places = jnp.arange(length)
     return values.T[:, places - places[:, None] + length - 1]
 

@@ -95,7 +95,7 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
             total = total + (bias if is_divided else jnp.where(layout.index("feed_forward") == 0, bias, 0.0))
     if experts.shared_width:
         inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
-        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])
+        shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
         if experts.shared_gate:
             shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
         total = total + shared

@@ -130,7 +130,7 @@ class EventRecorder(ABC):
         hidden = np.asarray(pseudonyms.extend(sequences.tolist(), events.tokens.tolist()), np.int32)
         ends = np.cumsum(events.counts)
         for sequence, reason in events.finished.items():
-            if reason == "stop":
+            if reason == "stop":  # blocks with this token are never shared
                 last = ends[events.ids == sequence] - 1
                 hidden[last] = events.tokens[last]
         places = np.arange(len(hidden)) - np.repeat(ends - events.counts, events.counts)

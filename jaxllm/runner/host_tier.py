@@ -128,7 +128,7 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}
+        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
         self._newest: dict[tuple[int, int], int] = {}  # plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:

@@ -26,7 +26,7 @@ class StepInput:
     is_held: bool = False  # sampled later, by `Runner.sample`
     tokens: list[tuple[int, int, int]] = field(default_factory=list)  # slot, position, token; written before the step
     extras: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slot, packed `sampler.Extras`
-    side: dict[str, Any] = field(default_factory=dict)
+    side: dict[str, Any] = field(default_factory=dict)  # arrays and lists of features, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class PackedStep:
 
     plan: Plan
     way: ProgramKeys  # of the program, or of a held step's two halves
-    buffer: np.ndarray
+    buffer: np.ndarray  # int32[·], see batch.py
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]

@@ -112,7 +112,7 @@ class Vocabulary:
             return largest[:, None], best, ids
         ids = ids + self.first(width)
         largest, best, ids = self.collect(largest, best, ids)
-        best, ids = (each.reshape(each.shape[0], -1) for each in (best, ids))
+        best, ids = (each.reshape(each.shape[0], -1) for each in (best, ids))  # [R, X * min(count, Vx)]
         best, at = lax.top_k(best, count)  # ties stay in order
         return jnp.max(largest, axis=-1, keepdims=True), best, jnp.take_along_axis(ids, at, axis=-1)
 

@@ -53,7 +53,7 @@ class Held(NamedTuple):
 class Host(NamedTuple):
     """The host's blocks by group, stores in progress, and held blocks."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()
     held: tuple[Held, ...] = ()
     due: tuple[tuple[int, bytes, int], ...] = ()  # prompts' blocks to store: group, digest, device block

@@ -104,7 +104,7 @@ class EncoderEditor:
         self._entries = dict(cache.entries)
         self._free = [*cache.free]
         self._kept = set(kept)
-        self._num_encoded = 0
+        self._num_encoded = 0  # tokens
         self.encodes: list[Encode] = []
 
     def reach(

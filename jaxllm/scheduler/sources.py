@@ -17,7 +17,7 @@ class Arriving(NamedTuple):
     """A source being admitted."""
 
     hits: list[int]
-    num_new: int
+    num_new: int  # blocks to take
 
 
 NOTHING = Arriving([], 0)

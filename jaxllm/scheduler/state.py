@@ -67,7 +67,7 @@ class Source(NamedTuple):
     """An encoder's input, which the decoder attends to."""
 
     digest: bytes  # of all that its keys and values depend on
-    length: int
+    length: int  # tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -128,7 +128,7 @@ class Slots(NamedTuple):
     num_tokens: np.ndarray  # tokens whose values are on the host
     num_sampled: np.ndarray  # planned rows with a wanted result …
     num_returned: np.ndarray  # … those with results, or not wanted any more
-    limit: np.ndarray
+    limit: np.ndarray  # int32[S]: most tokens
     capacity: np.ndarray  # tokens that its blocks hold
     stop_id: np.ndarray  # its usual stop token; else at least the vocabulary's size
     has_more_stops: np.ndarray  # bool[S]: other stop tokens must be checked
@@ -175,7 +175,7 @@ class State(NamedTuple):
     waiting: tuple[Waiting, ...]  # by rank
     slots: Slots
     running: tuple[Running | None, ...]  # by slot
-    tables: tuple[tuple[int, ...], ...]
+    tables: tuple[tuple[int, ...], ...]  # by slot: its blocks in order
     pool: Pool
     num_added: int = 0
     num_admitted: int = 0
@@ -373,7 +373,7 @@ class StateEditor:
         self.entries = state.entries
         self.copies = state.copies
         self.source_encodes: list[Encode] = []
-        self.num_encoded = 0
+        self.num_encoded = 0  # tokens of `source_encodes`
         self._was_cleared = False
         self._described: dict[bytes, BlockStored] = {}
 

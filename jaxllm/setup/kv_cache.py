@@ -27,7 +27,7 @@ KV_AXES = ("blocks", "kv_heads", None, "head")
 class Geometry:
     """The sizes that every program and the state share."""
 
-    num_slots: int
+    num_slots: int  # S
     num_blocks: int  # N
     block_size: int  # P
     max_model_len: int  # tokens

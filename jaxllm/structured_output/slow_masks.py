@@ -29,7 +29,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._left = 0
-        self.used = 0.0
+        self.used = 0.0  # thread seconds
         self.is_running = False
 
     @property

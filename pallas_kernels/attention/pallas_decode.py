@@ -59,10 +59,10 @@ def attend(
     def visit(number: Array, seen: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         values, highest, total = seen  # [G, V], [G], [G]
         block = tables[row, number]
-        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)
+        places = number * block_tokens + jnp.arange(block_tokens, dtype=jnp.int32)  # [P]
         is_seen = (places >= first_place) & (places < length)
 
-        k = _scaled(k_cache[block, head], k_scales, block, head)
+        k = _scaled(k_cache[block, head], k_scales, block, head)  # [P, C]
         scores = _dot(queries, k, trans_b=True) * scale  # [G, P]
         if softcap is not None:
             scores = jnp.tanh(scores / softcap) * softcap
@@ -75,7 +75,7 @@ def attend(
         if v_cache is None:
             v = _scaled(k_cache[block, head, :, pl.ds(0, width)], k_scales, block, head)
         else:
-            v = _scaled(v_cache[block, head], v_scales, block, head)
+            v = _scaled(v_cache[block, head], v_scales, block, head)  # [P, V]
         v = jnp.where(is_seen[:, None], v, 0)
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)

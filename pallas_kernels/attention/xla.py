@@ -26,7 +26,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     kv_heads, sinks = args.kv_heads, args.sinks
     group = heads // kv_heads
     grouped = q.reshape(rows, kv_heads, group, size)  # [B, K, G, C]
-    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))
+    places = jnp.broadcast_to((lengths - 1)[:, None], (rows, group))  # [B, G]
     logits = None if sinks is None else sinks.reshape(kv_heads, group)
     mixed = _attend(grouped, places, args.tables, logits, args)
     return mixed.reshape(rows, heads, -1).astype(q.dtype)
@@ -146,7 +146,7 @@ def _attend(
     rows, kv_heads, queries, _ = q.shape
     window, block_tokens = args.window, args.k_cache.shape[2]
     blocks = max(1, KEYS // block_tokens)
-    stride = blocks * block_tokens
+    stride = blocks * block_tokens  # S
     turns = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, turns * blocks - tables.shape[1])))
     furthest = jnp.max(ends, axis=1)
@@ -158,11 +158,11 @@ def _attend(
 
     def visit(turn: Array, carry: Mixed) -> Mixed:
         chosen = lax.dynamic_slice(tables, (0, turn * blocks), (rows, blocks))
-        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)
+        key_places = turn * stride + jnp.arange(stride, dtype=jnp.int32)  # [S]
         is_seen = key_places <= ends[:, :, None]  # [B, R, S]
         if window is not None:
             is_seen &= key_places > places[:, :, None] - window
-        is_written = key_places <= furthest[:, None]
+        is_written = key_places <= furthest[:, None]  # [B, S]
         k, v = keys_and_values(args, chosen)
         bias = None
         if args.bias is not None:

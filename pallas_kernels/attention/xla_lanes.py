@@ -25,10 +25,10 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
     tables, window, sinks = args.tables, args.window, args.sinks
     group = heads // kv_heads
     blocks = max(1, KEYS // block_tokens)
-    stride = blocks * block_tokens
+    stride = blocks * block_tokens  # S
     width = -(-tables.shape[1] // blocks)
     tables = jnp.pad(tables, ((0, 0), (0, width * blocks - tables.shape[1]))).reshape(rows, width, blocks)
-    firsts = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // stride
+    firsts = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0) // stride  # [B]
     order, ends = deal(-(-lengths // stride) - firsts)
     grouped = q.reshape(rows, kv_heads, group, size)
     lanes = jnp.arange(_LANES, dtype=jnp.int32)
@@ -43,7 +43,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs) -> Array:
         length = lengths.at[row].get(mode="fill", fill_value=0)
         own = jnp.minimum(row, rows - 1)
         chunk = turn - done + firsts[own]
-        key_places = chunk[:, None] * stride + jnp.arange(stride, dtype=jnp.int32)
+        key_places = chunk[:, None] * stride + jnp.arange(stride, dtype=jnp.int32)  # [W, S]
         is_written = key_places < length[:, None]
         is_seen = is_written if window is None else is_written & (key_places >= length[:, None] - window)
         is_next = (turn == done)[:, None, None]

@@ -63,7 +63,7 @@ def _rotated(qkv: jax.Ref, cosine: jax.Ref, sine: jax.Ref, is_interleaved: bool)
     """Return the vector [C], its first 2 F coordinates rotated in float32 and rounded once; kernels cannot slice."""
     token, head = pl.program_id(0), pl.program_id(1)
     pairs = cosine.shape[1]
-    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)
+    at = jnp.arange(qkv.shape[2], dtype=jnp.int32)  # [C]
     pair = at % pairs
     first_at, second_at = (2 * pair, 2 * pair + 1) if is_interleaved else (pair, pairs + pair)
     first, second = qkv[token, head, first_at].astype(jnp.float32), qkv[token, head, second_at].astype(jnp.float32)

@@ -52,7 +52,7 @@ class GrammarRows(Feature):
         super().__init__(core)
         self._batch = core.batch
         self._num_words = -(-core.language.model.vocab_size // 32)
-        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)
+        self._is_constrained = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
         self._slow = SlowMasks()
         self._late: tuple[int, list[int]] = (0, [])
 

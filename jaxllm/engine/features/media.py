@@ -61,9 +61,9 @@ class Images(Feature):
         assert encoder is not None
         self._encoder = encoder
         self._most = core.config.most_images
-        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)
+        self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
         self._has_grids = np.zeros_like(self._has_images)
-        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)
+        self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
 
     def claim(self, accepted: Accepted) -> None:
         """Preprocess the images of a request and repeat their placeholders."""

@@ -47,8 +47,8 @@ class Scoring(Feature):
         super().__init__(core)
         self._num_logprobs = core.runner.num_logprobs
         num_slots = core.runner.limits.num_slots
-        self._is_scored = np.zeros(num_slots, np.bool_)
-        self._scores_prompt = np.zeros(num_slots, np.bool_)
+        self._is_scored = np.zeros(num_slots, np.bool_)  # by slot
+        self._scores_prompt = np.zeros(num_slots, np.bool_)  # by slot
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
         count = accepted.params.prompt_logprobs

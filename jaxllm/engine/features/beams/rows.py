@@ -60,7 +60,7 @@ class BeamSearches(Feature):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)
+        self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
         """Set the parameters of a search's beams; refuse one that is too wide."""

@@ -41,7 +41,7 @@ class Transfer:
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
     pull: Future[Mapping[Block, Row]] | None = None
-    num_asked: int = 0
+    num_asked: int = 0  # blocks of the pull
 
 
 class NoTransfer(Feature):
