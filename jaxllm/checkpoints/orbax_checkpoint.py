@@ -249,7 +249,7 @@ def _restore(folder: Path, targets: dict[str, Any]) -> dict[str, Any]:
             return checkpointer.restore((folder / FOLDER).absolute(), args)
     except jax.errors.JaxRuntimeError:  # exhausted memory
         raise
-    except Exception as error:
+    except Exception as error:  # Orbax raises plain Exception
         raise _unreadable(folder, error) from error
 
 

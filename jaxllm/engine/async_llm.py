@@ -115,7 +115,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:
+        except RuntimeError:  # no thread is available
             self._thread = None
             raise
 
@@ -298,7 +298,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
                 delivered.append((stream, stream.put(output, now), output if output.finished else None))
                 if output.finished:
                     self._streams.note_over(stream)
-            except Exception:
+            except Exception:  # fails one request; the others of the step go on
                 _log.exception("an output could not be handed over")
                 self._refused(output.internal_id, "An output of the request was lost; others go on.")
         if not self._observers:

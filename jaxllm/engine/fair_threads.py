@@ -45,7 +45,7 @@ class FairThreads:
             raise
         try:
             work = loop.run_in_executor(self._pool, function, *arguments)
-        except RuntimeError:
+        except RuntimeError:  # shut down
             self._give_back(client)
             raise
         work.add_done_callback(partial(self._ended, client))

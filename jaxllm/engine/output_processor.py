@@ -54,7 +54,7 @@ class OutputProcessor:
             try:
                 own.read(own.group.tokenizer)
                 own.flush(own.group.tokenizer)
-            except Exception:
+            except Exception:  # other requests are unaffected
                 self.fail(own.group)
             else:
                 self._end(own, reason, None)
@@ -71,7 +71,7 @@ class OutputProcessor:
             changed[own.group.internal_id] = own.group
             try:
                 self._append(own, count, row, result, events, now)
-            except Exception:
+            except Exception:  # other requests are unaffected
                 self.fail(own.group)
         for sequence_id in events.failed:
             own = self.sequences.get(sequence_id)

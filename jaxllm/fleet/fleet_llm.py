@@ -185,7 +185,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         for observer in self._observers[replica.number]:
             try:
                 getattr(observer, name)(*given)
-            except Exception:
+            except Exception:  # statistics must not fail a request
                 _log.exception("the observer failed")
 
     def _put(self, replica: Replica, name: str, output: RequestOutput) -> None:
@@ -200,7 +200,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
         output.request_id, output.internal_id = stream.request_id, name
         try:
             stream.put(output, self._clock())
-        except Exception:
+        except Exception:  # fails one request; the others of the frame go on
             _log.exception("an output could not be handed over")
             self._fail(name, RequestFailedError("An output of the request was lost; others go on."))
             return

@@ -180,7 +180,7 @@ class Node:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._say("output", name, output)
-        except Exception as error:
+        except Exception as error:  # affects only this request
             self._say("error", name, _own(error))
         finally:
             self._requests.pop(name, None)

@@ -97,7 +97,7 @@ class FleetEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     self._told.put((request_id, output))
-        except Exception as error:
+        except Exception as error:  # reported as by an engine: fails one request
             failed = CompletionOutput(0, "", [], finish_reason="error", stop_reason=str(error))
             ids = list(accepted.prompt_token_ids)
             self._told.put((request_id, RequestOutput(request_id, None, ids, [failed], finished=True)))

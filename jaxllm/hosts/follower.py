@@ -231,7 +231,7 @@ class Follower:
             except RefusedError as error:
                 message = f"host 0 at {settings.coordinator} refuses this process: {error}."
                 raise UserError(message, "coordinator") from error
-            except (OSError, EOFError, ValueError) as error:
+            except (OSError, EOFError, ValueError) as error:  # it does not listen yet
                 if time.monotonic() > end:
                     message = f"coordinator {settings.coordinator} cannot be reached: {error}."
                     raise UserError(message, "coordinator") from error

@@ -113,7 +113,7 @@ class Constraint:
             else:
                 for matcher in self.matchers:
                     matcher.consume_token(token)
-        except (OverflowError, TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
             self.fail(str(error))
         self.check()
 

@@ -84,7 +84,7 @@ class Scoring(Feature):
                 continue
             try:
                 self._scores(sequence.group).add(sequence.group, score)
-            except Exception:
+            except Exception:  # other requests are unaffected
                 outputs.fail(sequence.group)
                 ended.append(sequence.group)
         slots = plan.slots[events.rows]

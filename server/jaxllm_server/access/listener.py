@@ -76,7 +76,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:
+        except OSError:  # the client disconnected, or does not use TLS
             connection.close()
         except Exception:
             connection.close()

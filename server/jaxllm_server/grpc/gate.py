@@ -119,7 +119,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 return await self._answer(method, context, respond, raws)
             except (grpc.aio.AbortError, grpc.aio.InternalError):
                 raise
-            except Exception as failure:
+            except Exception as failure:  # a bug of the gate; gRPC would expose it to the client
                 _log.error("%s failed before its answer", method, exc_info=failure)
                 await _fail(context, failure_of(failure))
 
@@ -222,7 +222,7 @@ class Gate(grpc.aio.ServerInterceptor):
                 span.end(error)
                 if is_counted:
                     self._observer.request_handled("grpc", method, code, time.monotonic() - began)
-            except Exception:
+            except Exception:  # metrics must not fail a request
                 _log.exception("the observer failed")
             error = None  # breaks a cycle through its traceback that would keep the message
 

@@ -104,7 +104,7 @@ class Front:
                 try:
                     seconds = time.monotonic() - began
                     self._observer.request_handled("http", record["route"], status or CLIENT_GONE, seconds)
-                except Exception:
+                except Exception:  # statistics must not fail a request
                     _log.exception("the observer failed")
 
 

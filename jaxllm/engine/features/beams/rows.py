@@ -144,7 +144,7 @@ class BeamSearches(Feature):
             group = self.core.outputs.sequences[leader].group
             try:
                 self._go_on(group)
-            except Exception:
+            except Exception:  # other requests are unaffected
                 self.core.outputs.fail(group)
             if group.is_finished:
                 ended.append(group)

@@ -83,7 +83,7 @@ class Consumer:
                 self._heart.start()
         try:
             self._threads.submit(self._run, asked)
-        except RuntimeError:
+        except RuntimeError:  # closed
             asked.future.cancel()
         return asked.future
 

@@ -111,7 +111,7 @@ class KvTransfer(Feature):
             return
         try:
             received = state.pull.result(0)
-        except (CancelledError, TimeoutError):
+        except (CancelledError, TimeoutError):  # aborted, or not awaited
             state.pull.cancel()
             return
         metrics = self.core.metrics
