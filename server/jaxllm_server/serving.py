@@ -134,7 +134,7 @@ class Serving:
             self.adapters.using(served),
             self.shares.place(call.client, num_outputs),
             self._entry_of(call) as entry,
-            self._priority_of(call, num_outputs) as priority,
+            self.priority_of(call.client, call.priority, num_outputs) as priority,
         ):
             with self.engine.preparing(num_outputs):
                 adapter = await self._adapter(served, call.client)
@@ -196,12 +196,11 @@ class Serving:
                             current_span().set(facts, name=REQUEST_SPAN)
                         yield chunk
 
-    def _priority_of(self, call: Call, num_outputs: int) -> AbstractContextManager[int]:
+    def priority_of(self, client: str, priority: int, num_outputs: int) -> AbstractContextManager[int]:
         """Yield the effective priority; with several API keys, urgent requests are limited."""
-        if call.priority >= 0 or not self._has_tenants:
-            return nullcontext(call.priority)
-        num_slots = self.engine.get_load().max_running
-        return self.urgent.place(call.client, call.priority, num_outputs, num_slots)
+        if priority >= 0 or not self._has_tenants:
+            return nullcontext(priority)
+        return self.urgent.place(client, priority, num_outputs, self.engine.get_load().max_running)
 
     @contextmanager
     def _entry_of(self, call: Call) -> Iterator[Entry]:

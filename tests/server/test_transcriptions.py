@@ -6,6 +6,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import httpx
@@ -147,6 +148,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(
         ({"include[]": "logprobs"}, wav(99), "include", "not supported"),
         ({"prompt": "a" * 60000}, wav(99), "prompt", "at most"),
         ({"file": "a.wav"}, None, "file", "send a file"),
+        ({"priority": "9" * 30}, wav(99), "priority", "32 bits"),
+        ({"priority": "-5"}, wav(99), "priority", "scheduling_policy"),
     ],
 )
 def test_bad_requests_name_the_field(
@@ -157,6 +160,22 @@ def test_bad_requests_name_the_field(
     error = answer.json()["error"]
     assert answer.status_code == (404 if parameter == "model" else 400), answer.text
     assert error["param"] == parameter and any(each in error["message"] for each in why.split("|")), error
+
+
+def test_a_client_that_has_its_share_of_urgent_requests_gets_no_more(
+    client: openai.OpenAI, site: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would refuse the priority."""
+    asked: list[tuple[int, int]] = []
+
+    def priority_of(_client: str, priority: int, num_outputs: int) -> AbstractContextManager[int]:
+        asked.append((priority, num_outputs))
+        return nullcontext(0)
+
+    monkeypatch.setattr(site.server.serving, "priority_of", priority_of)
+    ask = client.audio.transcriptions.create
+    assert ask(model="whisper", file=("a.wav", wav(SHORT)), extra_body={"priority": -5}).text
+    assert asked == [(-5, 1)]
 
 
 def test_other_bodies_are_refused(site: ServerThread) -> None:

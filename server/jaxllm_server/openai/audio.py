@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from jaxllm.engine.features.speech.subtitles import subtitles
 from jaxllm.engine.features.speech.transcription import Asked, Segment, Transcription
 from jaxllm.errors import UserError
-from jaxllm_server.requests.fields import Body, one_of, text
+from jaxllm_server.requests.fields import Body, integer, one_of, text
 from jaxllm_server.requests.shared_fields import given
 from jaxllm_server.shared.options import ServerOptions
 from jaxllm_server.speech.service import Progress, SpeechCall
@@ -67,7 +67,7 @@ class TranscriptionReply:
                 before=text(fields, "prompt") or "",
                 stream=self.is_stream,
                 request_id=self.request_id,
-                priority=int(_number(fields, "priority", int) or 0),
+                priority=integer({"priority": _number(fields, "priority", int) or 0}, "priority", 0),
             )
         ]
         self._sent = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from jaxllm.engine.engine_client import EngineClient
@@ -30,6 +31,8 @@ class PoolSite(Protocol):
     def owner_of(self, client: str) -> str: ...
 
     def salt_of(self, client: str, given: str | None) -> dict[str, str]: ...
+
+    def priority_of(self, client: str, priority: int, num_outputs: int) -> AbstractContextManager[int]: ...
 
     async def off_loop(
         self, client: str, function: Callable[..., Item], *arguments: Any, language: bytes | None = None

@@ -73,7 +73,8 @@ class Speech:
         site.check_text("request_id", call.request_id)
         await engine.check_health()
         rules, arrival = self.check_kind(), time.monotonic()
-        with site.shares.place(call.client, 1):
+        with site.shares.place(call.client, 1), site.priority_of(call.client, call.priority, 1) as priority:
+            call = replace(call, priority=priority)
             with engine.preparing(1):
                 recording = await self._recording(call, entry)
                 before = await site.off_loop(call.client, text_before, engine.model, call.before)
