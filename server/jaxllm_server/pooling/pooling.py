@@ -158,7 +158,7 @@ async def _outputs(
                     own_id,
                     owner=serving.owner_of(call.client),
                     client=call.client,
-                    priority=call.priority,
+                    priority=priority,
                     timeout=timeout,
                     arrival=arrival,
                     name=f"{own_id} ({call.client_id})" if call.client_id else None,
@@ -193,7 +193,10 @@ async def _outputs(
     most_tokens = most_queued_tokens(engine.max_queued_tokens, model.max_model_len)
     most_tokens = min(most_tokens // 2, _STEPS * model.max_num_batched_tokens)
     most_once = max(1, int(min(len(items), most_prompts, serving.shares.room(call.client))))
-    with serving.shares.place(call.client, most_once):
+    with (
+        serving.shares.place(call.client, most_once),
+        serving.priority_of(call.client, call.priority, most_once) as priority,
+    ):
         with engine.preparing(1):
             num_units = sum(len(item.first) + len(item.second or "") for item in items)
             if num_units <= LONG_TEXT:

@@ -201,6 +201,10 @@ def test_what_the_engine_is_told_of_a_call() -> None:
     assert told["name"].endswith("(theirs)") and {prompt["cache_salt"] for prompt, _, _ in engine.given} == {"salt"}
     ask(engine, PoolCall(inputs=["a"], **own), api_key=("one", "two"))
     assert engine.options[-1]["owner"] == "c" and engine.given[-1][0]["cache_salt"] == "c:salt"
+    engine.options.clear()
+    for count in (1, 40):  # few urgent texts, and more than half of the slots
+        ask(engine, PoolCall(inputs=["a"] * count, client="c", priority=-3), api_key=("one", "two"))
+    assert [each["priority"] for each in engine.options] == [-3] + [0] * 40
 
 
 def test_a_pair_that_is_cut_keeps_the_special_tokens_behind_it() -> None:
