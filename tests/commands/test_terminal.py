@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.terminal import lines_at_terminal
+
 COMMAND = (sys.executable, "-m", "jaxllm", "generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
 
 
 def at_terminal(*command: str) -> list[str]:
-    """Return the lines that a command leaves at a terminal, of both streams, without empty ones."""
-    own, other = pty.openpty()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=other, stderr=other)
-    os.close(other)
-    written = bytearray()
-    try:
-        while piece := os.read(own, 1 << 16):
-            written += piece
-    except OSError:  # Linux ends the reading of a closed terminal so
-        pass
-    os.close(own)
-    assert process.wait() == 0, written
-    lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", written.decode().replace("\r\n", "\n")).split("\n")
-    return [shown for line in lines if (shown := line.rpartition("\r")[2].strip())]
+    """Return the lines that a command leaves at a terminal, without colors and empty ones."""
+    lines = (re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", line).strip() for line in lines_at_terminal(shlex.join(command)))
+    return [line for line in lines if line]
 
 
 @pytest.mark.ci
