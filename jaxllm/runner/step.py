@@ -1,6 +1,7 @@
 """One engine step as a traced function: forward, attention, logits, sampling, slot update. Pure.
 
-Letters as in ARCHITECTURE.md; Vx is the vocabulary of one shard.
+Takes weights, the donated state and the packed batch; returns the next state and one array of results. Letters as in
+ARCHITECTURE.md; Vx is the vocabulary of one shard.
 """
 
 from __future__ import annotations
