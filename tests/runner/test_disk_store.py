@@ -99,9 +99,13 @@ def check(reader: DiskStore) -> None:
     due = {digest_of(number): number for number in range(400)}
     for path in blocks(root):
         number = due[bytes.fromhex(path.name[:64])]
-        found = reader.read(number % 2, digest_of(number), 5000)
+        for _ in range(5):  # the other engine may remove a block before the read, and write it again after it
+            found = reader.read(number % 2, digest_of(number), 5000)
+            if found is not None or not path.exists():
+                break
+        else:
+            raise AssertionError("a block is damaged")
         assert found is None or np.array_equal(found, np.concatenate(content(number)))
-        assert found is not None or not path.exists(), "a block is damaged"
     sizes = []
     for path in (*blocks(root), root / "unfinished"):
         try:

@@ -101,7 +101,16 @@ FOCUS = {
             max_stores=chance.choice((8, 64)),
         ),
         {"result_lost": 0.04, "not_finite": 0.04, "abort": 0.05, "reset_cache": 0.05, "load_raises": 0.02},
-        ("loads", "stored", "host_evicted", "swapped_out", "store_failed", "stale_store", "load_raises"),
+        (
+            "loads",
+            "stored",
+            "host_evicted",
+            "swapped_out",
+            "store_failed",
+            "stale_store",
+            "load_raises",
+            "window_preempted",
+        ),
         (None, "preempted"),
     ),
     # Blocks that another engine has computed: for prompts that wait, run or have ended, in any order, some lost, and in
