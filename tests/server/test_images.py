@@ -93,6 +93,42 @@ def test_an_image_gives_the_same_answer_in_every_form(site: ServerThread) -> Non
     assert site.server.engine.metrics.compilations_after_ready == 0
 
 
+def test_a_tools_result_has_an_image(site: ServerThread) -> None:
+    """In Anthropic's form as in OpenAI's, in its place between the texts."""
+    data = stored(6)
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    parts = [
+        {"type": "text", "text": "Here:"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": "Seen."},
+    ]
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": parts},
+    ]
+    own = {"temperature": 0, "max_tokens": 8}
+    status, due = post(site, "/v1/chat/completions", own | {"messages": messages})
+    assert status == 200, due
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_call_1", "content": [parts[0], image, parts[2]]}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_call_1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    status, answer = post(site, "/v1/messages", own | {"messages": messages})
+    assert status == 200, answer
+    assert answer["usage"]["input_tokens"] == due["usage"]["prompt_tokens"] > 16
+    assert answer["content"][0]["text"] == due["choices"][0]["message"]["content"]
+    result["content"][1] = image | {"source": image["source"] | {"data": "AAAA"}}
+    status, answer = post(site, "/v1/messages", own | {"messages": messages})
+    assert status == 400 and "messages[2].content[0].content[1]" in answer["error"]["message"], answer
+    result |= {"is_error": True, "content": [image]}
+    status, answer = post(site, "/v1/messages", own | {"messages": messages})
+    assert status == 200 and answer["usage"]["input_tokens"] > 16, answer
+
+
 def test_a_stored_conversation_keeps_its_image(site: ServerThread) -> None:
     """As if all items were sent at once; in a compaction, too."""
     own = {"temperature": 0, "max_output_tokens": 8}

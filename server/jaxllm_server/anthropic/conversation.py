@@ -130,11 +130,21 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
     kind = block["type"]
     if kind == "tool_result" and role == "user":
         call_id = _own_id(block, "tool_use_id", where)
-        texts = _texts(block.get("content"), f"{where}.content")
+        result = _Turn("tool", about={"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {}))
+        content = block.get("content")
+        for at, part in _blocks([] if content is None else content, f"{where}.content"):
+            if part["type"] == "image":
+                result.images.append((len(result.texts), _image(part, at)))
+            elif part["type"] == "text":
+                result.texts.append(_text(part, "text", at))
+            else:
+                message = f"{at} is a block of type {part['type'][:_SHOWN]!r}; jaxllm accepts text and image there."
+                raise UnsupportedError(message, "messages")
         if block.get("is_error") is True:  # templates have no field for errors
-            texts = [f"Error: {texts[0]}", *texts[1:]] if texts else ["Error"]
-        about = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
-        turns.append(_Turn("tool", texts, about=about))
+            if not result.texts:
+                result.images = [(1, image) for _, image in result.images]
+            result.texts[:1] = [f"Error: {result.texts[0]}"] if result.texts else ["Error"]
+        turns.append(result)
         return
     if not turns or turns[-1].role != role:
         turns.append(_Turn(role))
