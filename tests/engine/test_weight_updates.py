@@ -108,7 +108,10 @@ def compiled() -> Iterator[list[str]]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each == "experts")) for each in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("experts", "joined", "int8", "stages"))) for each in CASES],
+)
 def test_memory_is_freed_and_an_update_gives_the_bits_of_a_new_engine(
     case: str, tmp_path: Path, compiled: list[str]
 ) -> None:

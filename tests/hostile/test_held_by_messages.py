@@ -92,7 +92,7 @@ def seconds_to_parse(request: Any, sent: bytes) -> float:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kind", ["generator", "embedder"])
+@pytest.mark.parametrize("kind", ["generator", pytest.param("embedder", marks=pytest.mark.slow)])
 def test_no_message_holds_the_loop(kind: str, tmp_path: Path) -> None:
     over, answered = {}, set()
     model = (str(bert(tmp_path, (), (8, 16))), "--load-format", "dummy") if kind == "embedder" else ()
