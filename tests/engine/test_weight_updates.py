@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "drafts": (QWEN, {"speculative_config": DRAFTS}),
     "adapters": (GOLDEN / "llama", {"enable_lora": True, "max_lora_rank": 8}),
 }
+SLOW = ("experts", "joined", "int8", "stages")
 POOLED: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 4}
 Tensors = dict[str, np.ndarray]
 
@@ -108,10 +109,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each in ("experts", "joined", "int8", "stages"))) for each in CASES],
-)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CASES])
 def test_memory_is_freed_and_an_update_gives_the_bits_of_a_new_engine(
     case: str, tmp_path: Path, compiled: list[str]
 ) -> None:
