@@ -53,7 +53,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources used by a process."""
+    """CPU and wall time of a process, and messages received."""
 
     cpu_seconds: float
     wall_seconds: float

@@ -67,7 +67,7 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Return the ratio of each figure that all results contain, with an interval; raise `UserError` without any."""
+    """Compare each figure that all results contain, with an interval of B / A; raise `UserError` without any."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]

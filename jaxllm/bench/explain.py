@@ -183,7 +183,10 @@ def _flat(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _shared(device: Sequence[Span], host: Sequence[Span]) -> tuple[dict[str, float], ...]:
-    """Return time by device part, by host activity while idle, and by host activity."""
+    """Return microseconds by device part, by host activity while idle, and by host activity.
+
+    Device parts that run at once share the time evenly.
+    """
     edges = [(span.start, 1, span.part) for span in device] + [(span.end, -1, span.part) for span in device]
     turns = [(span.start, 0, span.part) for span in host]
     running: Counter[str] = Counter()

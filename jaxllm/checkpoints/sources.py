@@ -160,7 +160,7 @@ def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tu
 
 
 def usual_name(name: str, family: Family) -> str:
-    """Return a tensor's name without the family's prefix."""
+    """Return a tensor's name without the family's prefix, and with "weight" and "bias" for early names."""
     name = family.usual(name)
     # Names of early transformers checkpoints.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

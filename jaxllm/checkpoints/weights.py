@@ -155,7 +155,7 @@ def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: L
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A view [out, in] (or [out]) of the mapped file, and its release; with a comb of teeth: [teeth, out, in]."""
+    """A view [out, in] (or [out]) of the mapped file, and its release; with a comb [runs, rows of one, in]."""
 
     values: np.ndarray
     release: Callable[[], None]

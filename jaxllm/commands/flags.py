@@ -38,7 +38,7 @@ def add_engine_flags(
     skipped: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every field of `EngineConfig` but the model.
+    """Add a flag for every field of `EngineConfig` but the model, and hidden ones for vLLM's.
 
     `has_sampling`: `--seed` is a request's, the engine's is `--engine-seed`.
     """

@@ -194,7 +194,7 @@ class HostEditor:
             self._pools[each.group].release([each.block], [digest] if digest else [])
 
     def finish(self, plan: int, most: int, device: Sequence[PoolEditor]) -> list[Moved]:
-        """Store the blocks evicted in this plan; return all moves, in order."""
+        """Store this plan's evicted blocks while at most `most` stores of a group run; return all moves, in order."""
         for group, pool in enumerate(device):
             # Prefixes are evicted from the end; if not all fit, store their beginning.
             first = max(0, len(pool.evicted) - most + self._num_storing[group])

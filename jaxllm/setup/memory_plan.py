@@ -159,7 +159,7 @@ def coarse(num_blocks: int) -> int:
 
 
 def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
-    """Round down with `coarse`, but if possible not below `longest`, the blocks of one sequence."""
+    """Round down to four binary digits, but if possible not below `longest`, the blocks of one sequence."""
     if num_blocks < longest and asked.max_model_len is None:
         return coarse(num_blocks)
     return max(coarse(num_blocks), min(num_blocks, longest))

@@ -130,7 +130,10 @@ def frame(
     GP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Determine a row's bins and clear them; grid (rows). PP and GP are padded PIECES and G."""
+    """Join a row's pieces into `frames`, which place its bins, and clear the bins; grid (rows).
+
+    PP and GP are padded PIECES and G.
+    """
     row = tl.program_id(0)
     bins = row * BINS + tl.arange(0, BINS)
     tl.store(counts + bins, tl.zeros((BINS,), tl.int32))

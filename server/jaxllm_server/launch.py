@@ -47,7 +47,10 @@ SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Make a server, not yet started; raise UserError for missing packages or impossible options."""
+    """Make a server, not yet started, and configure logging and the limit of open files.
+
+    Raises UserError for missing packages or impossible options.
+    """
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401

@@ -158,7 +158,7 @@ class Gate(grpc.aio.ServerInterceptor):
             raise self._did_not_come() from None
 
     def _did_not_come(self) -> DeadlineError:
-        """Return the error for a late message; free its memory after one second."""
+        """Return the error for a late message; return freed memory to the system a second later."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
         return DeadlineError("The message was not received in time.")

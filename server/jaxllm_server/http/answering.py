@@ -65,7 +65,7 @@ class Answering:
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return an `Answer`'s fields; set `client_id` in the reply's calls."""
+        """Return an `Answer`'s fields; set `client_id` of the calls, and report ignored fields."""
         record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
         if is_request_id(reply.request_id, self.options):  # an invalid one is refused later

@@ -140,7 +140,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter and keep it, unless removed during the read."""
+        """Read and return an adapter; keep it unless removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)

@@ -174,7 +174,7 @@ class Transcription:
         self.words += words_of(self._tokenizer, ids, begins, self.language, end)
 
     def _take_in(self, output: CompletionOutput, no_speech: float | None) -> list[int]:
-        """Append the segments of a window, and return the tokens that they have."""
+        """Append a window's segments, advance `seek`, and return the segments' tokens."""
         ids = list(output.token_ids)
         if ids and ids[-1] == self._rules.end:
             ids.pop()
