@@ -99,7 +99,7 @@ class _Automaton:
         self._num_parts = 0
         self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, wanted results
         self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # other lookaheads: index, automaton, result by part
-        self._kept: list[Any] = []  # so that parts' ids stay unique
+        self._kept: list[Any] = []
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
@@ -113,8 +113,6 @@ class _Automaton:
             self._start = frozenset((self._sequence(items, 0, flags),))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-
-    # States are created from end to start, successors first.
 
     def _add(self, state: _State) -> int:
         self._states.append(state)

@@ -1,4 +1,4 @@
-"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages."""
+"""The constraint in `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _check_text(name: str, value: object) -> None:
 
 def _schema_text(schema: object) -> str:
     make_schema = getattr(schema, "model_json_schema", None) or getattr(schema, "json_schema", None)
-    if callable(make_schema):  # pydantic class or TypeAdapter
+    if callable(make_schema):
         schema = make_schema()
     try:
         if isinstance(schema, str):

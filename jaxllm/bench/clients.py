@@ -46,7 +46,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Ready:
-    """A process is ready; `failures` are of warm-up requests."""
+    """`failures` are of warm-up requests."""
 
     failures: Sequence[str]
 
@@ -141,7 +141,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):  # the parent died
+    except* (BrokenPipeError, EOFError):
         pass
 
 

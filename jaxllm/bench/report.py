@@ -22,7 +22,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
     "client_queue_time": ("Client Queue Time", "Client Queue Time"),
 }
 WIDTH = 50
-_MOST_KINDS = 5  # of errors
+_MOST_KINDS = 5
 
 
 def summarize(

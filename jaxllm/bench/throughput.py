@@ -114,7 +114,6 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
-    """Run the jobs as `run`, on an `AsyncLLM` with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 

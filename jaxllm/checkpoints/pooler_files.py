@@ -185,7 +185,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")  # prepended by sentence-transformers
+    fields.raw("include_prompt")
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()
@@ -211,7 +211,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the lengths to which a config, by vLLM's keys, allows embeddings to be cut: (): any; None: not."""
+    """Return the lengths to which a config allows embeddings to be cut: (): any; None: not."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

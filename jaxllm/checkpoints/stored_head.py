@@ -35,7 +35,7 @@ def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
 
 def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
     if embedding not in tensors:
-        return False  # reported when weights are looked up
+        return False
     if head not in tensors:
         stem = head.removesuffix("weight")
         return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized head

@@ -1,6 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Weights are copied piecewise, so that the peak of memory stays near their size.
+Weights are copied piecewise, to bound the peak of memory.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def read(
 
 
 def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: Layout, dtype: DTypeLike) -> Any:
-    """Return one weight: an array of `dtype`, or `Quantized` as declared."""
     if weight.scheme is None:
         return _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
     is_stored = isinstance(parts[0][0].tensor, Matrix)
@@ -349,7 +348,7 @@ def _load_side(
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
         if weight.stack is None:
             one_shape, inner, pieces, found = shape, index, [out], sources
-        else:  # the device's experts
+        else:
             one_shape, inner, pieces, found = shape[1:], index[1:], out, sources[index[0]]
         for piece, parts in zip(pieces, found, strict=True):
 

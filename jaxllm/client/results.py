@@ -223,7 +223,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """The state of a server's weights."""
+    """A server's weights."""
 
     version: str  # "0" at first
     is_sleeping: bool  # weights or cache
@@ -232,7 +232,7 @@ class WeightInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's version, state and limits."""
+    """A server's state."""
 
     version: str
     api_revision: int

@@ -49,7 +49,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)  # fails early without a library
+    clients.open_client(target)
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
@@ -97,7 +97,7 @@ def run(options: dict[str, Any]) -> int:
     )
     if is_strict:
         result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than requested")
-    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # no common prefix
+    if dataset.dataset_name == "random" and not dataset.random_prefix_len:
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server has no metrics of jaxllm or vLLM; set --metrics-url")

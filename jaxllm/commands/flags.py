@@ -1,4 +1,4 @@
-"""Command line flags generated from dataclass fields."""
+"""Flags generated from dataclass fields."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ os.write(1, noise.sub(b"", rest))
 
 
 class StandardError:
-    """The process's standard error, with optional filtering."""
+    """The process's standard error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -40,7 +40,7 @@ class Fetches:
         self._runner = runner
         self._clock = clock
         self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
-        self._seen: set[int] = set()  # considered requests near the head of the queue
+        self._seen: set[int] = set()
         self._rests_since: float | None = None
 
     def update(self) -> None:

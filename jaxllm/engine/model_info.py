@@ -1,4 +1,4 @@
-"""Tokenizer, limits and defaults of a model."""
+"""A model's properties."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Stream:
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
         self.needs: asyncio.Future[Any] | None = None  # to await before queuing
-        self.end_reason: FinishReason | None = None  # if ended before it was queued
+        self.end_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._tokens: dict[int, CompletionOutput] = {}  # token ids and finish reason, by index
 

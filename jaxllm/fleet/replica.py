@@ -37,7 +37,7 @@ class RoutedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest:
-    """A request that runs on a replica."""
+    """A request on a replica."""
 
     request: RoutedRequest
     num_tokens: int
@@ -58,7 +58,7 @@ class Replica:
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()  # connection ended or replica failed
+        self.lost = asyncio.Event()
         self.error: Exception | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []

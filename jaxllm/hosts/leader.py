@@ -177,7 +177,7 @@ class Leader:
             try:
                 return socket.create_server((settings.host, settings.port), family=family)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # the name may come
+                if isinstance(error, socket.gaierror) and time.monotonic() < end:
                     time.sleep(1.0)
                     continue
                 raise UserError(
@@ -290,7 +290,7 @@ class Leader:
         _log.error("%s", error)
         for follower in self._followers.values():
             follower.link.try_send(Call.STOP, why)
-        if cause is None:  # `_gather` raises refusals
+        if cause is None:
             self.on_failed(error)
 
     def _exit(self, error: BaseException) -> None:
@@ -312,8 +312,6 @@ class Leader:
 
 
 class _Sender(EventRecorder):
-    """Sends the scheduler's calls."""
-
     def __init__(self, leader: Leader) -> None:
         super().__init__()
         self._leader = leader
@@ -334,8 +332,6 @@ class _Sender(EventRecorder):
 
 
 class _Watched(NamedTuple):
-    """A dispatched step that is awaited with a time limit."""
-
     flight: StepInFlight
     leader: Leader
 

@@ -21,7 +21,7 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
-UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite, so that sums are
+UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite for sums
 
 
 @dataclass(frozen=True)

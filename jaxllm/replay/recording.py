@@ -58,7 +58,6 @@ class EventRecorder(ABC):
     """Makes an entry of each call, on the engine's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
-        """`clock` is the engine's; `pseudonyms` replace tokens."""
         self._clock = clock
         self._pseudonyms = pseudonyms
         self._start = 0.0
@@ -179,7 +178,7 @@ class FileRecorder(EventRecorder):
         self._max_bytes = max_bytes
         self._about = dict(about or {})
         self.size = 0
-        try:  # before the model is loaded
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
@@ -232,7 +231,7 @@ class FileRecorder(EventRecorder):
 
 
 class Pseudonyms:
-    """Pseudonyms of tokens: keyed hashes of the sequence up to each."""
+    """Keyed hashes of a sequence up to each token."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)

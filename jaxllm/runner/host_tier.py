@@ -188,7 +188,7 @@ class HostTier:
                 written = self._programs[LOAD_PROGRAMS[group]](tuple(leaves[at] for at in own), targets, tuple(rows))
                 for at, leaf in zip(own, written, strict=True):
                     leaves[at] = leaf
-                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
                     jax.block_until_ready([leaves[at] for at in own[:1]])
         self._metrics.loaded_tokens += int(np.count_nonzero(loads[:, 0] == 0)) * self._geometry.block_size
         return tuple(leaves)
@@ -204,7 +204,6 @@ def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[l
 
 
 def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
-    """Compile the tier's programs, by name; `make` is that of `small_programs.compile_all`."""
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
@@ -272,7 +271,7 @@ def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
-    return PartitionSpec(*leaf.sharding.spec)  # stages each have the rows of their layers
+    return PartitionSpec(*leaf.sharding.spec)
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:

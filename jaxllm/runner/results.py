@@ -1,4 +1,4 @@
-"""Results of a step: joined into one array by the program, and split on the host."""
+"""A step's results: joined into one array by the program, split on the host."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutp
     """Split the results of a program that verifies drafts."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:  # a chunk samples after its last token
+    if not plan.num_drafts:
         last = np.cumsum(plan.lengths) - 1
         arrays = {own.name: getattr(result, own.name) for own in fields(result)}
         return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})

@@ -112,7 +112,6 @@ class SourceEncoder(EncoderWeights):
         return tuple(leaves)
 
     def weights(self, params: Leaves, state: Leaves, tokens: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
-        """Return the attention of tokens to a source in the cache; see `Aligner.weights`."""
         assert self.aligner is not None
         return self.aligner.weights(params, tuple(state[self._kv_at : self._kv_at + self._num_kv]), tokens, blocks)
 
@@ -196,7 +195,7 @@ def lengths(max_tokens: int) -> list[int]:
     >>> lengths(100)
     [32, 64, 104]
     """
-    longest = max(SHORTEST, -(-max_tokens // 8) * 8)  # matrix products prefer multiples of 8
+    longest = max(SHORTEST, -(-max_tokens // 8) * 8)
     return sorted({min(longest, SHORTEST << power) for power in range(longest.bit_length())})
 
 

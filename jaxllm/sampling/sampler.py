@@ -92,10 +92,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Extras:
-    """Rarely used sampling parameters of a slot, int32[F].
-
-    Sent once per request: rows, resent with every prompt chunk, are smaller.
-    """
+    """Rarely used sampling parameters of a slot, int32[F], sent once per request."""
 
     vocab_size: int
     processors: tuple[str, ...] = ()  # in bit order of `SamplingRows.processors`
@@ -460,7 +457,6 @@ def _chosen_by_kernel(
         rows.min_p if has_filters else None,
         implementation=kernel,
     )
-    # With filters or a mask, -inf marks banned tokens.
     return tokens, is_finite if has_filters or is_masked else is_all_finite
 
 

@@ -1,4 +1,4 @@
-"""Selects the adapters resident on the device, and the waiting requests that may use or replace one.
+"""Selects resident adapters, and the waiting requests that may use or replace one.
 
 Residents are adapter numbers: idle ones first, least recently used first; then those in use, longest in use first.
 """

@@ -21,7 +21,7 @@ from jaxllm.scheduler.state import Fork, Limits, Plan, Request, Running, StateEd
 
 
 class Found(NamedTuple):
-    """The cached part of a member being admitted: indexed blocks, or those of an earlier member."""
+    """A member's cached part: indexed blocks, or an earlier member's."""
 
     hits: list[int]
     sibling: int = 0  # number of an earlier member …
@@ -157,7 +157,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
         if num_freed[target] != num_freed[source]:
             own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.num_tokens[slot]:  # its first row: a chunk of one token
+        if not slots.num_tokens[slot]:
             own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
         own.num_computed[slot] = num_computed

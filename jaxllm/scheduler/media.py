@@ -18,7 +18,7 @@ from jaxllm.scheduler.block_pool import chain
 class Segment(NamedTuple):
     """An image in a prompt."""
 
-    start: int  # of its first placeholder
+    start: int
     length: int  # tokens
     digest: bytes  # of all that its embeddings depend on
 
@@ -43,7 +43,7 @@ class Encode(NamedTuple):
 
 
 class EncoderCache(NamedTuple):
-    """The encoder's outputs on the device."""
+    """The encoder's cached outputs."""
 
     entries: tuple[Encoded, ...]  # least recently used first
     free: tuple[int, ...]  # units, taken from the end

@@ -1,4 +1,4 @@
-"""The paged KV cache on the device: sizes of blocks, and arrays of each layer.
+"""The paged KV cache on the device.
 
 Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model with both kinds
 (scheduler/windowed.py).
@@ -37,7 +37,6 @@ class Geometry:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
     @property

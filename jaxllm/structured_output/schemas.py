@@ -119,7 +119,6 @@ def check_size(schema: Any) -> None:
 
 
 def _num_conjuncts(schema: dict[str, Any]) -> int:
-    """Count the schemas to intersect: of allOf, and a pattern next to a reference or alternatives."""
     parts = schema.get("allOf")
     beside = "pattern" in schema and any(name in schema for name in (*_REFERENCES, "anyOf", "oneOf"))
     return beside + (len(parts) if isinstance(parts, list) else 0)

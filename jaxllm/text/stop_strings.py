@@ -16,7 +16,7 @@ class StopMatcher:
     held: str = ""
     matched: str | None = None
     progress: tuple[int, ...] = ()  # by stop string: longest prefix that ends the text
-    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # by stop string
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
     @classmethod

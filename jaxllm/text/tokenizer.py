@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template.
 
-Uses `tokenizers` and jinja2 directly: ready in 0.05 s (0.15 s with a template) on two cores, where
-`transformers.AutoTokenizer` takes 1.9 to 3.1 s. `transformers` only converts folders without `tokenizer.json`.
+Uses `tokenizers` and jinja2 directly: ready in 0.05 s on two cores, where `transformers.AutoTokenizer` takes 1.9 s or
+more. `transformers` only converts folders without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Tokenizer:
         most = num_tokens + TOKENS_AT_A_CUT
         length = _CHARACTERS * most
         while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
-            length *= 2  # long words, or characters without tokens
+            length *= 2
         return text[:length]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
@@ -239,8 +239,8 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
-        As long as `num_tokens` + 64 of the vocabulary's longest tokens. The tokens may be wrong, or fewer, only if a
-        word is longer than 64 longest tokens, or many characters map to one token or to nothing.
+        As long as `num_tokens` + 64 of the vocabulary's longest tokens. Fewer or wrong tokens result only if a word is
+        longer than 64 longest tokens, or many characters map to one token or to nothing.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]

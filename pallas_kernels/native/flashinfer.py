@@ -119,7 +119,7 @@ def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
         "INPUT_FP16": int(site.dtype == "float16"),
     }
     macros = [f"-D{name}={size}" for name, size in sizes.items()]
-    with _loading:  # for concurrent tracing
+    with _loading:
         return _loaded(site.capability or 0, tuple(macros))
 
 

@@ -299,7 +299,7 @@ def pick(
             tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
         own = kept + part.to(tl.int64) * BN
         tl.store(own + (before & 0xFFFF), within.to(tl.int16), mask=is_kept)
-        tl.debug_barrier()  # other threads wrote it
+        tl.debug_barrier()
         num_kept = both & 0xFFFF
         for at in range(0, num_kept, BD):
             places = at + tl.arange(0, BD)
@@ -307,7 +307,7 @@ def pick(
             columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
             known = _scaled(logits, columns, is_there, temperature, row)
             scores = _drawn(known, columns, temperature, keys, positions, row)
-            is_better = scores > highest  # ids are ascending
+            is_better = scores > highest
             highest = tl.where(is_better, scores, highest)
             found = tl.where(is_better, columns, found)
     score = tl.max(highest, 0)

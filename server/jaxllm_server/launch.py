@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
 CLOSE_SECONDS = 3.0
-FAREWELL_SECONDS = 1.0  # to deliver the last errors
-SECOND_SIGNAL = 130  # the shell's exit code for ^C
+FAREWELL_SECONDS = 1.0
+SECOND_SIGNAL = 130
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
@@ -56,7 +56,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # not a broken package's ImportError
+    except ModuleNotFoundError as error:
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -72,15 +72,13 @@ def serve(server: Server) -> int:
 
 def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(
-        RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
-    )  # any connection can cause these
+    handler.addFilter(RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener"))
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
-    # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
+    # gRPC logs invalid UTF-8 in metadata, perhaps a key.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
@@ -172,7 +170,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # or ssl.SSLError
+        except (OSError, ValueError) as error:
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error

@@ -86,7 +86,7 @@ class MessagesReply:
         self._usage: TokenUsage | None = None
         self._last: Part | None = None
         self._index = -1
-        self._open: str | int | None = None  # open block's type, or its call's index
+        self._open: str | int | None = None
 
     def begin(self, head: Mapping[str, Any]) -> None:
         self._head = head

@@ -28,7 +28,7 @@ from jaxllm_server.grpc.frames import FrameCheck, FrameError
 READ_BYTES = 32 * 1024
 CORE = "core"
 # In price units: 6,144 calls per second, burst 2,048, on all connections; more are delayed, except 64 per second, burst
-# 16, per connection, which spares other clients.
+# 16, per connection.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
@@ -74,10 +74,10 @@ class Filter:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self.clients: set[Client] = set()
         self._debt = 0.0  # unpaid price …
-        self._counted = 0.0  # … at this time
+        self._counted = 0.0
         self._num_unnamed = 0
 
     async def run(self) -> None:
@@ -162,12 +162,12 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:  # the backlog is full
+            except BlockingIOError:
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
-            except OSError:  # the server is stopping
+            except OSError:
                 self.transport.abort()
                 return
         if self.transport.is_closing():

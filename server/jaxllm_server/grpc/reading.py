@@ -27,7 +27,7 @@ from jaxllm_server.shared import strict_json
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
 _MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's
-_PART = 1 << 16  # values copied in a millisecond
+_PART = 1 << 16
 _EXACT_INTEGERS = 2**53  # doubles are exact up to here
 
 

@@ -45,7 +45,7 @@ class ClientGone(Exception):
 
 
 class Refusal(Exception):
-    """A refusal specific to HTTP."""
+    """An HTTP refusal."""
 
     def __init__(
         self,
@@ -112,7 +112,6 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
-    """Log errors of the server, except overload."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:

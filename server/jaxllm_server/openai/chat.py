@@ -32,7 +32,7 @@ _UNBUILT = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "functions": ([],),  # former names of tools and tool_choice
+    "functions": ([],),
     "function_call": ("none", "auto"),
 }
 _FIELDS = (
@@ -281,7 +281,6 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under vLLM's name and DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

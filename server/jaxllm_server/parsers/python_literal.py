@@ -202,7 +202,7 @@ class _String:
         kind = self.unread[1]
         if kind not in _HEX_DIGITS:
             known = _ESCAPES.get(kind)
-            into.append(_inside(self.unread if known is None else known))  # unknown escapes stay, as in Python
+            into.append(_inside(self.unread if known is None else known))
             self.unread = ""
         elif len(self.unread) > 2 and character not in "0123456789abcdefABCDEF":
             self.is_broken = True

@@ -12,7 +12,6 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Clients also request those of unused tools.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
@@ -40,7 +39,7 @@ _REASONING: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 _VERBOSITIES = ("low", "medium", "high")
 _SHOWN = 64
-_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's limits: pairs, and characters of each
+_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
 
 def check_names(body: Body) -> None:

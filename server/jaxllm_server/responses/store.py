@@ -1,6 +1,6 @@
 """In-memory store of responses, bounded in bytes, private to each client. Pure.
 
-Without space, the client with the most bytes loses its least recently used response, so it cannot evict others'.
+Without space, the client with the most bytes loses its least recently used response.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LostError(LookupError):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without a connection's prefix
+        self.response_id = name[name.find(RESPONSE_PREFIX) :]
 
 
 class ResponseStore:

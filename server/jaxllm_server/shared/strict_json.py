@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
-# Characters and escapes, without lone surrogates.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]){0,65536}+", re.DOTALL
 )
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-# Above any valid request (a conversation's 131,072 values, a schema's 87,000). Python's parser blocks other threads
-# while it creates lists: 0.5 s for 8 MiB of "[]," (measured).
+# Above any valid request (a conversation's 131,072 values). Python's parser blocks other threads while it creates
+# lists: 0.5 s for 8 MiB of "[]," (measured).
 _MOST_LISTS = 1 << 17
 _MOST_TEXTS = 1 << 18
 _SHOWN_KEY = 64

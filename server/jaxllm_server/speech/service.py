@@ -38,7 +38,7 @@ class SpeechCall:
     before: str = ""  # a text that precedes the recording
     stream: bool = False
     request_id: str | None = None  # unique among unfinished requests
-    client_id: str | None = None  # X-Request-Id, for logs; may repeat
+    client_id: str | None = None
     priority: int = 0
 
 
@@ -83,7 +83,7 @@ class Speech:
                 _log.info("request %s: %s %.1f s of sound", call.request_id, call.asked.task, own.seconds)
             requests, output, number = own.requests(), None, 0
             while True:
-                if call.asked.words and output is not None:  # computes their times
+                if call.asked.words and output is not None:
                     request = await site.off_loop(call.client, _next, requests, output)
                 else:
                     request = _next(requests, output)

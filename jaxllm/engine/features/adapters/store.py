@@ -31,7 +31,7 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """An adapter in the host's memory."""
+    """An adapter in memory."""
 
     number: int  # per content, above 0, never reused
     request: LoRARequest
@@ -74,7 +74,7 @@ class Adapters:
         self._names: dict[int, str] = {}
         self._num_read = 0
         self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; removal drops them
-        self._confinement = Confinement()  # for folders' tokenizers and templates
+        self._confinement = Confinement()
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest
 
     def find(self, request: LoRARequest) -> Adapter | None:

@@ -1,4 +1,4 @@
-"""The beam search feature: runs the beams of each search as a group of sequences.
+"""The beam search feature.
 
 After a step of all beams, `rules.choose` selects the next ones and the scheduler forks.
 """
@@ -52,7 +52,7 @@ class BeamOutput(Sequence):
 
 
 class BeamSearches(Feature):
-    """Runs beam searches. A request's state is its `BeamSearch`."""
+    """A request's state is its `BeamSearch`."""
 
     name = "beams"
     takes = (BeamSearchParams,)
@@ -63,7 +63,6 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the parameters of a search's beams; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return

@@ -163,7 +163,7 @@ class Transcription:
         num_positions = max(1, num_frames // _STEP_FRAMES)
         times = token_times(alignment.weights[:, :, :num_positions])
         last = times[-1] if len(times) else 0.0
-        starts = [*times.tolist(), last][: len(written)]  # the last token was read by no step
+        starts = [*times.tolist(), last][: len(written)]
         starts += [last] * (len(written) - len(starts))
         first = self._rules.first_timestamp or self._rules.vocab_size
         starts = [frame * FRAME_SECONDS + time for time in starts]
@@ -215,7 +215,7 @@ class Transcription:
             times = [token for token in ids if token > first]
             end = _STEP_FRAMES * (times[-1] - first) if times else num_frames // _STEP_FRAMES * _STEP_FRAMES
             return [(0, end, ids)], num_frames
-        is_last = is_time[-2:] == [False, True]  # no speech follows
+        is_last = is_time[-2:] == [False, True]
         if is_last:
             ends.append(len(ids))
         else:

@@ -77,7 +77,7 @@ def words_of(
         start = start if held else time
         held.append(token)
         text = tokenizer.decode(held)
-        if text.endswith("\ufffd"):  # a character of several tokens
+        if text.endswith("\ufffd"):
             continue
         until = times[at + 1] if at + 1 < len(times) else end
         is_new = not words or text[:1].isspace() or language in _WITHOUT_SPACES

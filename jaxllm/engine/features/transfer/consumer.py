@@ -25,7 +25,7 @@ from jaxllm.runner.row_layout import Row, RowLayout
 _log = logging.getLogger(__name__)
 PULLS = 32  # further ones wait, within their deadlines
 MOST_CHANNELS = 64
-CALL_SECONDS = 2.0  # heartbeat or release
+CALL_SECONDS = 2.0
 BEATS = 3  # heartbeats of a lease
 WARN_SECONDS = 1.0
 
@@ -101,7 +101,6 @@ class Consumer:
             channel.close()
 
     def _beat(self, seconds: float) -> None:
-        """Renew the leases of live pulls until the end."""
         while not self._closed.wait(seconds):
             now, leases = time.monotonic(), dict[str, list[str]]()
             with self._lock:

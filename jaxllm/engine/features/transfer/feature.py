@@ -31,7 +31,7 @@ from jaxllm.setup.model_files import identity
 _log = logging.getLogger(__name__)
 NAME = "kv_transfer_params"
 FORMAT = 1  # of a block's content
-DONE = ("stop", "length")  # reasons to keep a prompt's blocks
+DONE = ("stop", "length")
 
 
 @dataclass(slots=True)

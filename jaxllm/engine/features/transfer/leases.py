@@ -61,7 +61,6 @@ class Leases:
         lease.is_filled.set()
 
     def find(self, name: str) -> Lease | None:
-        """Return a lease, renewed; None if it has ended."""
         self.sweep()
         with self._lock:
             lease = self._leases.get(name)
