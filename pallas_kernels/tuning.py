@@ -182,8 +182,7 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
     """Return unmeasured settings of latent prefill, without register spills.
 
-    wgmma requires 64 rows. Earlier instructions prefer keys as rows: Triton 3.6 has one copy in shared memory for both
-    products.
+    wgmma requires 64 rows; earlier instructions prefer keys as rows.
     """
     size = max(16, 1 << (rows - 1).bit_length())
     if dtype == "float32":

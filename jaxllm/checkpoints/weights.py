@@ -202,7 +202,7 @@ def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
     """Return the scheme that rounds matrices of a 16 or 32-bit checkpoint.
 
     With "int8" a CPU also rounds the multiplied rows, to sum integers; a GPU, bound by reading weights, would gain
-    nothing. Published 4-bit checkpoints have groups of 128 columns.
+    nothing.
     """
     schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
     return None if quantization is None else schemes[quantization]

@@ -1,7 +1,7 @@
 """EAGLE-3 heads: a decoder layer that drafts a target's next tokens (Li et al. 2025, "EAGLE-3").
 
 A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused, or the head's
-previous state. D is the head's width, V the target's vocabulary (Vx on one shard, padded).
+previous state. D head's width, V target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations

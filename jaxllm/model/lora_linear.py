@@ -37,8 +37,7 @@ class AdapterWeights:
 def adapted_linear(adapters: Sequence[Adapter[Array]], token_adapter: Array, joins: bool) -> Linear:
     """Return `Linear` with adapters; `token_adapter`, int32[T], indexes `adapters`, U for no adapter.
 
-    `joins` concatenates all adapters' factors: faster on a GPU, not on a CPU (DECISIONS, "Adapters are arguments of a
-    step").
+    `joins` concatenates all adapters' factors: faster on a GPU, not on a CPU.
     """
 
     def linear(layer: int, name: str, *product: Any) -> Array:

@@ -1,6 +1,6 @@
 """The disk's tier of KV blocks: threads write the host's blocks to files, and read them back.
 
-The engine's thread finds files in an index in memory, which another thread updates, also with other engines' files.
+The engine's thread finds files in an index in memory, which another thread updates.
 """
 
 from __future__ import annotations

@@ -463,8 +463,7 @@ def _chosen_by_kernel(
 def kept_tokens(logits: jax.Array, divisor: jax.Array | float, rows: SamplingRows, vocabulary: Vocabulary) -> jax.Array:
     """Return the tokens that pass min_p, top_k and top_p, bool[R, Vx]; ties with the last pass.
 
-    `divisor`, f32[R, 1], is the temperature. Searching for thresholds instead of sorting: on two CPU cores 103 ms, not
-    490, at [16, 152000].
+    `divisor`, f32[R, 1], is the temperature. Searches thresholds: on two CPU cores 103 ms at [16, 152000], sorting 490.
     """
     scaled, highest = logits / divisor, vocabulary.maximum(logits)
     order = ordered(scaled)

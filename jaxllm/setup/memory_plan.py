@@ -116,7 +116,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
     Raises UserError, with the missing bytes and a remedy, if the weights do not fit, or the blocks cannot hold the
-    user's `max_model_len`. By default the length is the model's, or as much as the blocks hold.
+    user's `max_model_len`, by default the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None

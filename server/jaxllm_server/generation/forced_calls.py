@@ -1,7 +1,7 @@
 """Builds the JSON schema of an answer that must call tools. Pure.
 
-As in vLLM (tool_parsers/utils.py, get_json_schema_from_tools), except that a tool without parameters takes only `{}`,
-and references are local to each tool.
+As in vLLM (tool_parsers/utils.py), except that a tool without parameters takes only `{}`, and references are local to
+each tool.
 """
 
 from __future__ import annotations

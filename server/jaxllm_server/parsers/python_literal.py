@@ -1,7 +1,6 @@
 """Converts a streamed Python literal to JSON in linear time.
 
-Models mix in JSON's `true`, `false` and `null`. Anything else, such as a tuple, is an error, as in vLLM
-(tool_parsers/utils.py, get_parameter_value).
+Models mix in JSON's `true`, `false` and `null`. Anything else, such as a tuple, is an error, as in vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Builds a response's output items incrementally, with a stream's events. Pure.
+"""Builds a response's output items and a stream's events. Pure.
 
-Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's text is
-one message.
+Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's is one.
 """
 
 from __future__ import annotations

@@ -38,13 +38,10 @@ def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> 
 def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: bool = False) -> Any:
     """Parse any JSON value; errors begin with `name`.
 
-    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: the C parser holds
-    the GIL. 8 MiB of token ids then block the event loop for 0.02 s, not 0.2 s, but take three times as long
-    (measured).
-
-    Raises NotJsonError unless the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated
-    keys, NaN, infinities, numbers beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists
-    or texts.
+    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: 8 MiB of token ids
+    then block the event loop for 0.02 s, not 0.2 s, but take three times as long (measured). Raises NotJsonError unless
+    the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated keys, NaN, infinities, numbers
+    beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists or texts.
     """
     if raw.startswith(BOM_UTF8):
         raise UserError(f"{name} begins with a byte order mark (EF BB BF): send UTF-8 without one.")
