@@ -91,7 +91,6 @@ class Expression:
 
 class _Automaton:
     def __init__(self, items: list[Any], flags: int, work: StepBudget, begins: bool = False) -> None:
-        """`begins`: matched at text starts only, where `^` always holds."""
         if flags & ~_FLAGS:
             raise ValueError("it has flags other than a, i, s, u and x")
         self._work = work

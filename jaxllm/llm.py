@@ -348,7 +348,6 @@ class LLM(OfflineWeightCalls):
 
 
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
-    """Convert to vLLM's form, with the prompt."""
     sequences = []
     for beam in output.outputs:
         assert beam.score is not None and beam.cumulative_logprob is not None

@@ -25,7 +25,6 @@ _LOWER = re.compile(
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
-# Keys that differ between runs.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
     r"|^client\.(?!processes$)"

@@ -15,7 +15,6 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "generated_tokens": ("generation_tokens_total",),
     "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
 }
-# Counters common to jaxllm and vLLM.
 COUNTERS: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("prefix_cache_queries_total",),
     "cached_prompt_tokens": ("prefix_cache_hits_total",),

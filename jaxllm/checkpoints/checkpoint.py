@@ -30,7 +30,6 @@ FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
-# Types of quantized matrices besides floats.
 _CODES: dict[str, np.dtype] = {
     **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},

@@ -35,7 +35,6 @@ Name = tuple[int | None, str]  # layer (None outside) and name of a part
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether a folder has an Orbax checkpoint, possibly damaged."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 

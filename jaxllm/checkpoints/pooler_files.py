@@ -136,7 +136,6 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:
-    """Look up a torch class by path without importing it."""
     name = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or name not in known:
         raise UserError(f"{key} {path!r:.80} is not supported, only torch's {', '.join(known)}.", key)

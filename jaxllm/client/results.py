@@ -118,7 +118,6 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One per token id, if requested."""
         return self.outputs[0].logprobs
 
     @property
@@ -142,7 +141,6 @@ class Completion:
 
     @property
     def seed(self) -> int | None:
-        """Reproduces these tokens."""
         return self.outputs[0].seed
 
     @property

@@ -27,7 +27,6 @@ _PACKAGES = (
     *("triton", "jax-triton", "flashinfer-python", "numpy", "ml-dtypes"),
 )
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_", "TRITON_", "NVIDIA_TF32_OVERRIDE")  # prefixes
-# Prefixes of JAX options without effect.
 _WITHOUT_EFFECT = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent_cache", "jax_enable_compilation_cache"),
     *("jax_log", "jax_debug_log", "jax_explain", "jax_traceback", "jax_tracer_error", "jax_pprint", "jax_platforms"),

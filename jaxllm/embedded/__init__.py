@@ -7,7 +7,6 @@ from pathlib import Path
 MODEL_DIR: Path = Path(__file__).resolve().parent / "model"
 EMBEDDER_DIR: Path = Path(__file__).resolve().parent / "embedder"
 SHAPES_DIR: Path = Path(__file__).resolve().parent / "shapes"
-# By the names under which the server reports them.
 SHIPPED: dict[str, Path] = {
     "jaxllm-embedded": MODEL_DIR,
     "jaxllm-embedder": EMBEDDER_DIR,

@@ -44,7 +44,6 @@ class Fetches:
         self._rests_since: float | None = None
 
     def update(self) -> None:
-        """Take in fetched blocks, begin fetches, and end late ones."""
         state, reads = self._scheduler.state, self._source.ended()
         if not state.waiting and not self._fetches:
             return

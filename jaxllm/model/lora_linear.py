@@ -70,7 +70,7 @@ def _delta(x: Array, token_adapter: Array, pairs: Pairs, joins: bool) -> Array:
         reduce(add, (_of_part(own, pair, part) for own, pair in zip(inner, pairs, strict=True)))
         for part in range(len(pairs[0].b))
     ]
-    # Few rows are computed transposed on a CPU: transposing each took 8 ms of a step of 16 rows of the 0.5B shape.
+    # Few rows are computed transposed on a CPU: transposing each took 8 ms of a step.
     return outs[0] if len(outs) == 1 else jnp.concatenate([out.T for out in outs]).T
 
 

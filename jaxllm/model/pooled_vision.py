@@ -29,7 +29,6 @@ class PooledVisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """Embeddings of an image."""
         return self.tokens**2
 
     @property
@@ -57,7 +56,6 @@ class PooledVisionSpec:
 
 
 def encode(spec: PooledVisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N E"]:
-    """Return an image's embeddings for the decoder."""
     top, eps, side = params.top, spec.tower.norm_eps, spec.tokens
     with named_scope("vision_tower"):
         states = vision.tower(spec.tower, params, pixels)

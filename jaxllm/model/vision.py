@@ -131,7 +131,6 @@ def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"
 
 
 def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N F"]:
-    """Return the states after the layers of `features`, concatenated."""
     top, count, size = params.top, spec.side // spec.patch, spec.patch
     dtype = top["positions"].dtype
     patches = pixels[:, : count * size, : count * size].reshape(3, count, size, count, size)

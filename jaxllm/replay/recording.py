@@ -203,7 +203,6 @@ class FileRecorder(EventRecorder):
         self.write([MAGIC, FORMAT, header])
 
     def close(self) -> None:
-        """End the recording; later calls are ignored."""
         self._end("the engine has ended")
 
     def _end(self, why: str) -> None:

@@ -140,7 +140,6 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Triple the block-table entries, for windowed layers."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 

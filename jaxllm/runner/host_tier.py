@@ -61,7 +61,6 @@ class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
     def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
-        """`copied` is called in the thread after each success."""
         self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
@@ -167,7 +166,6 @@ class HostTier:
         self._newest.clear()
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from elsewhere into a host block."""
         self._rows[group, there] = row
         self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
 

@@ -67,7 +67,6 @@ class SourceEncoder(EncoderWeights):
         self.aligner = Aligner.of(setup) if self._num_mels else None
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
-        """Compile the programs with `make` (name, function, donated, shapes)."""
         state: DeviceState[jax.ShapeDtypeStruct] = model.state
         everywhere = model.layout.sharding()
         self._model, self._kv_at = model, leaf_index(state, "kv")

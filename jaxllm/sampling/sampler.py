@@ -1,6 +1,6 @@
 """Sampling: turn a step's logits into tokens, traced inside the step.
 
-A row depends only on its logits, seed and position. Letters: Vx columns of a shard, Z masked stop ids, E entries of
+A row depends only on its logits, seed and position. Vx columns of a shard, Z masked stop ids, E entries of
 logit_bias, W tokens of bad words.
 """
 

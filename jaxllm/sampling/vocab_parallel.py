@@ -1,6 +1,6 @@
 """Reductions over a sharded vocabulary, bit-identical for any number of shards: sums are of integers.
 
-A shard holds columns [R, Vx] of [R, V], padded; ids index the whole vocabulary. Letters: G bounds tested at once.
+A shard holds columns [R, Vx] of [R, V], padded; ids index the whole vocabulary. G bounds tested at once.
 """
 
 from __future__ import annotations

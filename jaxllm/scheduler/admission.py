@@ -1,4 +1,4 @@
-"""Admission of waiting requests to slots and blocks, by rank. Letters: S slots, R rows of a plan."""
+"""Admission of waiting requests to slots and blocks, by rank. S slots, R rows of a plan."""
 
 from __future__ import annotations
 

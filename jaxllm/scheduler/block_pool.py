@@ -1,6 +1,6 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is used, cached (unused, with content in the prefix index), or free. Letters: N blocks in the pool.
+A block is used, cached (unused, with content in the prefix index), or free. N blocks in the pool.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
 a row of d drafts as 1 + d tokens, a bound that `commit` makes exact.
 
-Letters: R rows, S slots, K most drafts of a row.
+R rows, S slots, K most drafts of a row.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ class Preamble:
 
     # Texts, and the grammars after each; before a mark all tokens but ends are allowed. Empty: constrained throughout.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
-    # Prefixes of an unconstrained part.
     openings: tuple[bytes, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, Y tiles, G
+Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. B rows, Y tiles, G
 query heads per KV head, S keys per iteration.
 """
 

@@ -162,7 +162,6 @@ def _headers() -> Path:
 
 
 def _compilers() -> Iterator[str]:
-    """Yield candidate paths of nvcc, the user's first."""
     if "CUDA_HOME" in os.environ:
         yield str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc")
     yield "nvcc"

@@ -6,7 +6,7 @@ exact in any order; `cut` finds the thresholds' bins; `pick` draws noise for tok
 
 Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42: bins reach at most FARTHEST.
 
-Letters: V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
+V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
 iteration.
 """
 

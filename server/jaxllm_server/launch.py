@@ -64,7 +64,6 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Run a server until it stops; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
@@ -226,7 +225,6 @@ class Server:
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, within `grace` seconds, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:

@@ -1,6 +1,6 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows, W words of a
+A row whose mask misses the time limit is late: it yields no token and is recomputed. R rows, W words of a
 mask, V vocabulary.
 """
 

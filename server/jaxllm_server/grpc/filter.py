@@ -108,7 +108,7 @@ class Filter:
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """Connect to the core from a Unix socket whose path has the client's address."""
+        """Connect to the core from a Unix socket, at a path with the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
@@ -211,7 +211,6 @@ class Client(asyncio.BufferedProtocol):
                 self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
-        """Pause reading; calls nest."""
         self._pauses += 1
         if self._pauses == 1 and not self.transport.is_closing():
             self.transport.pause_reading()

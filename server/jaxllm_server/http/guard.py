@@ -160,7 +160,6 @@ def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
 
 
 def _without_root(scope: Scope, root: str) -> Scope:
-    """Remove the root path, which a proxy or uvicorn adds."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path: str = scope["path"]
     if root:

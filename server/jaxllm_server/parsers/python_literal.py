@@ -52,7 +52,6 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Convert text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -155,7 +154,6 @@ class _String:
         self._is_triple = False
 
     def read(self, text: str, start: int, into: list[str]) -> int:
-        """Append JSON to `into`, up to the closing quote."""
         position = start
         while position < len(text) and not (self.is_over or self.is_broken):
             if self._is_opening:

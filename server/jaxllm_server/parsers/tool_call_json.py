@@ -66,7 +66,6 @@ class CallObject:
         self._arguments: list[str] | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Read text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]

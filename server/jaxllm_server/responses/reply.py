@@ -217,7 +217,6 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
-        """Return sampling parameters, and their request fields for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
             message = "text.format and structured_outputs exclude each other: give one of them."

@@ -80,7 +80,6 @@ class ResponseStore:
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
-        """Delete a response; return whether it existed."""
         stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
@@ -112,7 +111,6 @@ class ConnectionResponses:
         return own if own in self._names else response_id
 
     def own(self, chain: Mapping[str, StoredResponse]) -> dict[str, StoredResponse]:
-        """Return the responses that only the connection keeps."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: StoredResponse) -> None:

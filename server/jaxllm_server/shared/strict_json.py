@@ -28,7 +28,6 @@ class NotJsonError(UserError):
 
 
 def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> dict[str, Any]:
-    """Parse a JSON object, as `read_value`."""
     document = read_value(raw, max_depth, "The body", in_thread=in_thread)
     if not isinstance(document, dict):
         raise UserError("The body must be a JSON object.")

@@ -101,7 +101,6 @@ class Speech:
             yield Progress(own.text, own, True)
 
     async def _recording(self, call: SpeechCall, entry: Entry) -> Recording:
-        """Charge the memory of the spectrogram, then decode the file."""
         site, most = self._site, self._site.options.max_audio_seconds or None
         sources = site.engine.model.sources
         assert sources is not None and sources.sound is not None

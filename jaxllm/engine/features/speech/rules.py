@@ -1,6 +1,6 @@
 """The tokens that a speech model may write next, as transformers' generation for Whisper restricts them. Pure.
 
-Letters: V vocabulary, W words of 32 tokens.
+V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The times of words: dynamic time warping of attention weights, as transformers' `return_token_timestamps`. Pure.
 
-Letters: A heads, T tokens, L positions of the encoder, 0.02 s each.
+A heads, T tokens, L positions of the encoder, 0.02 s each.
 """
 
 from __future__ import annotations

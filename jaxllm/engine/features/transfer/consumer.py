@@ -88,11 +88,9 @@ class Consumer:
         return asked.future
 
     def release(self, remote: Remote) -> None:
-        """End a lease at its producer, without waiting."""
         self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
-        """End all pulls. Idempotent."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
