@@ -405,7 +405,7 @@ def validate_for_model(
     eos_token_ids: Collection[int] = (),
     processors: Collection[str] = (),
 ) -> None:
-    """Refuse ids outside the vocabulary, too many log-probabilities or stop ids.
+    """Refuse ids outside the vocabulary, other logits processors, too many log-probabilities or stop ids.
 
     `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`.
     """

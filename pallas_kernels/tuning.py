@@ -126,7 +126,7 @@ EXPERTS = {
 }
 CHOOSE = Tuning(1, 1)
 PLANNED = 4096  # per iteration of `plan`, 8 per thread
-# `sample`, not measured: columns per program.
+# `sample`, not measured.
 SURVEY, SURVEYED, FINISH = Tuning(4, 1), 2048, Tuning(1, 1)
 # With filters: columns per group, bins per row, tokens with noise per iteration, listed tokens compared with 16 bounds.
 GROUPED, BINS, DRAWN, SEARCHED = 256, 1024, 512, 512

@@ -74,7 +74,7 @@ def read_adapter(
 
 
 def highest_rank(folder: Path) -> int:
-    """Return the highest rank in an adapter's config, without validating the rest."""
+    """Return the highest rank in an adapter's config, not validating the rest; raise UserError without a config."""
     fields = read_object(folder, CONFIG)
     if fields is None:
         raise UserError(f"{folder} has no {CONFIG}.", "lora_request")

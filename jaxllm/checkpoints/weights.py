@@ -185,7 +185,6 @@ def abstract(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)

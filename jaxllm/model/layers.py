@@ -41,7 +41,10 @@ def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Ar
 
 @partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
-    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016); `power` replaces the mean square."""
+    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016), in the type of `x`.
+
+    `power` replaces the mean square.
+    """
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)

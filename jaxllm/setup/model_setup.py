@@ -329,7 +329,10 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
 
 
 def decoder_start(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens with which a decoder without a prompt begins; `settings` of both files."""
+    """Return the tokens with which a decoder without a prompt begins; raise UserError for others than ids.
+
+    `settings` are those of config.json and generation_config.json.
+    """
     first = settings.get("decoder_start_token_id")
     found = settings.get("bos_token_id") if first is None else first, settings.get("forced_bos_token_id")
     if any(token is not None and (type(token) is not int or token < 0) for token in found):

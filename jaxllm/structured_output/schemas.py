@@ -151,7 +151,6 @@ def _depth(value: Any) -> int:
 
 
 def _digits(multiple: Any) -> int:
-    """Return significant digits as an integer: 25 for 2.5 and 25,000."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(_as_float(multiple)):
         return 1
     digits = "".join(map(str, Decimal(json.dumps(multiple)).as_tuple().digits)).rstrip("0")

@@ -120,7 +120,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Remove an adapter for new requests; running ones keep it."""
+        """Remove an adapter for new requests; running ones keep it. Raises AdapterNotFoundError."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -200,7 +200,7 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder; raise UserError if it, or a symlink in it, leads outside `root`."""
+    """Return an adapter's folder; raise UserError if it is missing, or leads outside `root`, perhaps by a link."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)

@@ -98,7 +98,10 @@ class Serving:
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
-        """Return the call's sampling parameters, completed from generation_config.json and neutral values."""
+        """Return the call's sampling parameters, completed from generation_config.json; raise UserError if refused.
+
+        Those of a beam search or of forced calls are restricted accordingly.
+        """
         given = dict(call.sampling)
         self._check_bounds(given)
         if call.scores_prompt:

@@ -60,11 +60,11 @@ class Tracer:
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start the task's current span, in the client's trace if valid."""
+        """Start the task's current span, in the client's trace if valid; here one without effect."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Export the remaining spans, within two seconds, and stop."""
+        """Export the remaining spans, within two seconds, and stop; here nothing."""
 
 
 def request_attributes(
