@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
     b: float
     better: Direction
     interval: tuple[float, float] | None  # of the ratio
-    reason: str  # why no interval is given
+    reason: str
 
     @property
     def ratio(self) -> float | None:

@@ -72,7 +72,7 @@ class Poller:
     def _poll(self) -> None:
         pause, is_last = 0.0, False
         while not is_last:
-            is_last = self._end.wait(pause)  # once more after the end, for short runs
+            is_last = self._end.wait(pause)
             pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.bench.outcome import Outcome
 
-METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
+METRICS: Mapping[str, tuple[str, str]] = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),

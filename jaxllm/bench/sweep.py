@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     settings: Settings
     run: int
-    arguments: tuple[str, ...]  # of `jaxllm bench`
+    arguments: tuple[str, ...]
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class Served(NamedTuple):
     samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name
     timeline: Mapping[str, Sequence[float]] | None = None
     num_compiled: int = 0  # distorts `seconds`
-    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # before and after
+    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:

@@ -43,7 +43,7 @@ _BITS: dict[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LONGEST_HEADER = 100_000_000  # the format's limit
+_LONGEST_HEADER = 100_000_000
 _LARGEST = 2**48  # numpy refuses larger arrays
 _MOST_AXES = 32
 _FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)

@@ -132,7 +132,7 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
             known = ", ".join(_OF_PROBLEMS)
             raise UserError(f"config.json: problem_type {problem!r:.80} is none of {known}.", "problem_type")
         found = _OF_PROBLEMS.get(problem, "softmax")
-    return "sigmoid" if labels == 1 and found == "softmax" else found  # softmax of one number is 1
+    return "sigmoid" if labels == 1 and found == "softmax" else found
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:

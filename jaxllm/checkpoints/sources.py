@@ -199,7 +199,7 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
             "model",
         )
     if isinstance(tensor, Tensor):
-        tensor.values()  # raises for an unsupported type
+        tensor.values()
 
 
 def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: StoredFormat | None, name: str) -> None:

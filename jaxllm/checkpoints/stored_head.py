@@ -15,7 +15,7 @@ from jaxllm.families.family import Family
 from jaxllm.model.spec import Spec
 
 _log = logging.getLogger("jaxllm")
-_ROWS = 4096  # compared at once
+_ROWS = 4096
 
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
@@ -38,7 +38,7 @@ def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
         return False
     if head not in tensors:
         stem = head.removesuffix("weight")
-        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized head
+        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)
     head_tensor, tied = tensors[head], tensors[embedding]
     if head_tensor.shape != tied.shape or head_tensor.dtype != tied.dtype:
         return True

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _OTHER_PROMPTS = 1 << 31  # added to the seed of uncached warm-up prompts
 
-_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # that use --input-len
+_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
 
 

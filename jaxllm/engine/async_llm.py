@@ -41,7 +41,7 @@ from jaxllm.scheduler.recorded import Recorder
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _MANY_IDS = 2**16  # longer ones are checked in a thread: 5 ms
-LONG_TEXT = 4096  # longer prompts are tokenized in a thread: 1 ms
+LONG_TEXT = 4096  # characters; longer prompts are tokenized in a thread: 1 ms
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
@@ -115,7 +115,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is available
+        except RuntimeError:
             self._thread = None
             raise
 

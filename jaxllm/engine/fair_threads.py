@@ -31,7 +31,7 @@ class FairThreads:
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
         self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
@@ -84,7 +84,7 @@ class FairThreads:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()  # retrieved, or asyncio logs it
+        work.exception()
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

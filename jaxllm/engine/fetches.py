@@ -39,7 +39,7 @@ class Fetches:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
+        self._fetches: dict[int, Fetch] = {}
         self._seen: set[int] = set()
         self._rests_since: float | None = None
 

@@ -75,7 +75,7 @@ class Prefills:
         try:
             self._router.add(computed)
             found = await running
-        except UnavailableError:  # no replica for prompts
+        except UnavailableError:
             return None
         finally:
             del self._running[name]

@@ -28,7 +28,7 @@ class RoutedRequest:
     prompt_token_ids: Sequence[int]
     digests: Sequence[bytes]
     params: SamplingParams  # resolved
-    sent: Any  # parameters as given
+    sent: Any
     priority: int
     num_sequences: int
     replicas: Sequence[int] | None = None  # None: all
@@ -41,7 +41,7 @@ class RunningRequest:
 
     request: RoutedRequest
     num_tokens: int
-    num_runs: int  # with this one
+    num_runs: int
     has_output: bool = False  # delivered, so it cannot be rerouted
 
 

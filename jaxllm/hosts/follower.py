@@ -178,7 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
-            self._is_awaiting = True  # for its own error message
+            self._is_awaiting = True
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise
@@ -231,7 +231,7 @@ class Follower:
             except RefusedError as error:
                 message = f"host 0 at {settings.coordinator} refuses this process: {error}."
                 raise UserError(message, "coordinator") from error
-            except (OSError, EOFError, ValueError) as error:  # it does not listen yet
+            except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() > end:
                     message = f"coordinator {settings.coordinator} cannot be reached: {error}."
                     raise UserError(message, "coordinator") from error

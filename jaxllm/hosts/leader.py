@@ -37,7 +37,7 @@ from jaxllm.scheduler.state import Plan
 _log = logging.getLogger(__name__)
 START_SECONDS = 600.0
 CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects
-NOTE_SECONDS = 10.0  # between log lines
+NOTE_SECONDS = 10.0
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
@@ -55,7 +55,7 @@ class _Follower:
     is_gone: bool = False
     busy: float = 0.0  # on `call`
     call: str = ""
-    said: dict[str, list[Any]] = field(default_factory=dict)  # newest message of each kind
+    said: dict[str, list[Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"host {self.rank} ({self.address})"

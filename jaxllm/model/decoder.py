@@ -112,7 +112,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-    draft: Any = None  # of the draft model
+    draft: Any = None
 
 
 def declare(

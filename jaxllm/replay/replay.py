@@ -125,8 +125,8 @@ class Replay:
         if not self.path.is_file():
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
-        self.end = ""  # "" without an end mark
-        self.cut: str | None = None  # where an entry is truncated
+        self.end = ""
+        self.cut: str | None = None
         self._replayer: Replayer | None = None
 
     @property

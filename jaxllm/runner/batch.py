@@ -62,7 +62,7 @@ class Extent(NamedTuple):
 
     tokens: int
     rows: int
-    tiles: int  # 0: a decode step
+    tiles: int
     adapters: int = 0
     proposes: bool = False
 

@@ -29,7 +29,7 @@ import numpy as np
 from jaxllm.errors import UserError
 
 MAGIC = b"jaxllmKV"
-LAYOUT = "kv1"  # of folders, headers and rows
+LAYOUT = "kv1"
 PAGE = 4096  # bytes; a file takes whole pages
 LOCK_SECONDS = 1.0  # a write that waits longer is dropped
 TRIMMED = 0.9

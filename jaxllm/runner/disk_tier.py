@@ -75,7 +75,7 @@ class DiskTier:
         self._metrics = metrics
         self._parts: list[set[Name]] = [set() for _ in range(256)]  # of the index, by the digest's first byte
         self._stamps = [0] * 256
-        self._forgotten: set[Name] = set()  # until their files are removed
+        self._forgotten: set[Name] = set()
         self._lock = threading.Lock()  # of the next field, with the order of `_to_write`
         self._expected: dict[Key, bytes] = {}
         self._tickets = itertools.count(1)

@@ -127,7 +127,7 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
+        self._rows: dict[tuple[int, int], Row] = {}
         self._newest: dict[tuple[int, int], int] = {}  # plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
@@ -239,7 +239,7 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
         padded = np.zeros(MOVED_BLOCKS, np.int32)
         padded[: len(piece)] = piece
         rows += to_host(program(leaves, padded)[: len(piece)])
-        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
             jax.block_until_ready(rows[-1])
     return rows
 

@@ -13,7 +13,7 @@ import jax
 
 from jaxllm.errors import UserError
 
-DEFAULT_STEPS = 64  # the profiler keeps a million events
+DEFAULT_STEPS = 64
 _log = logging.getLogger(__name__)
 span = jax.profiler.TraceAnnotation
 

@@ -52,7 +52,7 @@ class StepOutput:
     # Of steps that verify drafts; their log-probabilities are of every token.
     counts: np.ndarray | None = None  # int32[R]: accepted drafts plus one
     places: np.ndarray | None = None  # int[R]: of a row's first token in the log-probabilities
-    side: dict[str, Any] = field(default_factory=dict)  # of features, by name
+    side: dict[str, Any] = field(default_factory=dict)
 
 
 def join(sampled: Sampled) -> jax.Array:

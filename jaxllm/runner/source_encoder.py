@@ -25,7 +25,7 @@ from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.setup.kv_cache import KvLayer
 from jaxllm.setup.model_setup import Setup, declare_encoder, describe_encoder
 
-PLACED = 16  # slots per call of `place`
+PLACED = 16
 SHORTEST = 32  # tokens
 
 

@@ -42,7 +42,7 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}  # of incomplete weights
+        self._pending: dict[str, GivenTensor] = {}
         self._given: set[str] = set()
         self._leaves: Holes | None = None
         self.folder: Path | None = None

@@ -211,7 +211,7 @@ def pack_row(
         *(min(params.top_k, vocab_size), prompt_length, min_length),
         *(len(params.logit_bias or ()), num_bad_word_tokens, params.allowed_token_ids is not None, processors),
     )
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # as jax.random.key
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
     row[_KEY_AT:_STOP_IDS_AT] = words.view(np.int32)
     row[_STOP_IDS_AT : _STOP_IDS_AT + len(held_back)] = held_back
     return row

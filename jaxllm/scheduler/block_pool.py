@@ -46,7 +46,7 @@ class Pool(NamedTuple):
     stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
     free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int  # with stale ones
+    num_entries: int
     oldest: Chunk | None  # cached blocks, least recently released first …
     newest: Chunk | None  # … continued in reverse: a two-list queue
     shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes

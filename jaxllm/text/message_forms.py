@@ -13,7 +13,7 @@ from jaxllm.media.image_part import ImagePart, path_of
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # (text, name for errors) -> arguments, or text that is not JSON.
 ReadArguments = Callable[[str, str], Any]

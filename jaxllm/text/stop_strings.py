@@ -15,7 +15,7 @@ class StopMatcher:
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    progress: tuple[int, ...] = ()  # by stop string: longest prefix that ends the text
+    progress: tuple[int, ...] = ()
     borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     firsts: frozenset[str] = field(default=frozenset(), repr=False)
 

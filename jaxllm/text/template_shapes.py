@@ -53,7 +53,7 @@ class Shape:
     takes_objects: bool
     takes_texts: bool  # even truncated
     short_ids: bool  # nine letters and digits
-    thought_is_part: bool  # of type "thinking"
+    thought_is_part: bool
     names_reasoning: bool  # `reasoning`, which transformers does not set
 
     def takes_parts(self, role: str) -> bool:

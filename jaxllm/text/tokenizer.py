@@ -75,7 +75,7 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self.backend = backend  # a tokenizers.Tokenizer
+        self.backend = backend
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
         self._appended: int | None = None

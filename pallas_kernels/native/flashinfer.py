@@ -104,7 +104,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
         args.tables,
         lengths,
         no_sinks if args.sinks is None else args.sinks.astype(jnp.float32),
-        scale=np.float32(args.scale * math.sqrt(size)),  # it divides by the root
+        scale=np.float32(args.scale * math.sqrt(size)),
         window=np.int32(args.window or np.iinfo(np.int32).max),
         processors=np.int32(processors),
     )

@@ -371,7 +371,7 @@ def settle(
         other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
-    tl.store(tokens + row, tl.where(token < V, token, 0))  # none passes if none is finite
+    tl.store(tokens + row, tl.where(token < V, token, 0))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 
 _log = logging.getLogger("jaxllm.server.listener")
-RETRY_SECONDS = 1.0  # as asyncio's servers and gRPC
+RETRY_SECONDS = 1.0
 _MOST_AT_ONCE = 64
 
 

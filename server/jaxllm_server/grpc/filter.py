@@ -33,7 +33,7 @@ RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # bounds the delay
+MAX_DEBT = 4 << 20
 _FLUSH_SECONDS = 2.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05
 

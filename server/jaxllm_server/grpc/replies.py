@@ -38,7 +38,7 @@ class Reply:
     has_prompt_token_ids: bool = False
     num_logprobs: int | None = None  # alternatives per row; -1: the vocabulary
     num_prompt_logprobs: int | None = None
-    asked: tuple[int, ...] = ()  # logprob_token_ids
+    asked: tuple[int, ...] = ()
     has_logprob_texts: bool = False
     has_usage_always: bool = False
     _sent: dict[int, int] = field(default_factory=dict)  # by index

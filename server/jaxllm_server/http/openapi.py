@@ -134,7 +134,7 @@ BODIES: Mapping[str, Body] = {
 }
 
 _SOCKETS = ("/v1/responses",)
-_OTHER_FORMS = ("/v1/messages", "/api/")  # with other errors than OpenAI's
+_OTHER_FORMS = ("/v1/messages", "/api/")
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 # By annotation of `SamplingParams` without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {

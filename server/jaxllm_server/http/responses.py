@@ -324,7 +324,7 @@ class ResponseEndpoints:
                 written.set_result(dumps(reply.snapshot()))
                 finish(written)
 
-        task.add_done_callback(end)  # a task cancelled immediately never starts
+        task.add_done_callback(end)
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:

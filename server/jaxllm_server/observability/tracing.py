@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
-_MOST_CHARACTERS = 256  # of an error
+_MOST_CHARACTERS = 256
 FAREWELL_SECONDS = 2.0
 
 

@@ -47,7 +47,7 @@ class PoolReply(ABC):
 
     id_prefix: str
     list_name = "data"
-    names: Mapping[str, str]  # as in `Reply`
+    names: Mapping[str, str]
     fields: Collection[str]
     unbuilt: Mapping[str, tuple[Any, ...]]
 

@@ -10,7 +10,7 @@ class MarkerReader:
 
     def __init__(self) -> None:
         self._read: Callable[[str, int], int]  # the state: reads from an index, returns the next
-        self._partial = ""  # may become a marker
+        self._partial = ""
 
     def _feed(self, text: str) -> None:
         position = 0

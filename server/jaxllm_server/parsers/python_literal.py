@@ -18,7 +18,7 @@ _CONSTANTS: Mapping[str, str] = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_MAX_PYTHON_NUMBER = 64  # in a notation that JSON lacks
+_MAX_PYTHON_NUMBER = 64
 _CLOSERS: Mapping[str, str] = MappingProxyType({"[": "]", "{": "}"})
 _ESCAPES: Mapping[str, str] = MappingProxyType(
     {

@@ -24,7 +24,7 @@ _UNREADABLE = ("input_file", "input_audio")
 _DETAILS = ("auto", "low", "high", "original")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64
+_SHOWN = 64  # characters
 
 
 def response_id_of(own_id: str) -> str:

@@ -39,7 +39,7 @@ _REASONING: Mapping[str, Sequence[str]] = MappingProxyType(
 )
 _VERBOSITIES = ("low", "medium", "high")
 _SHOWN = 64
-_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
+_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512  # OpenAI's limits: pairs, and characters of each
 
 
 def check_names(body: Body) -> None:

@@ -231,7 +231,7 @@ class ServerOptions:
                 raise UserError(f"{name}: there is no folder {folder}.", name)
         if self.most_receiving_bytes < self.max_body_bytes:
             raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
-        if self.max_request_id_chars < 40:  # generated ids must fit
+        if self.max_request_id_chars < 40:
             raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
         if self.hang_timeout <= 0.0:
             raise UserError("hang_timeout must be positive.", "hang_timeout")

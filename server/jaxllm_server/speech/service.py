@@ -31,7 +31,7 @@ _FRAMES_A_SECOND = 100
 class SpeechCall:
     """A client's recording, unchecked."""
 
-    client: str = ""  # from `client_quota.client_of`
+    client: str = ""
     model: str = ""  # "": the served model
     sound: bytes
     asked: Asked

@@ -68,7 +68,7 @@ class Adapters:
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
         self._known: dict[LoRARequest, Known] = {}
         self._names: dict[int, str] = {}

@@ -116,7 +116,7 @@ class BeamSearches(Feature):
             leader = sequence.group.sequences[0].sequence_id
             fields["beam_group"] = leader
             if fields["root"] is None:
-                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
+                fields["root"] = content_root(salt=f"{leader - 1}".encode())
 
     def place(self, slot: int, sequence: Sequence) -> None:
         self._is_beam[slot] = self.name in sequence.group.states

@@ -49,7 +49,7 @@ class SpeechRules:
     previous: int | None  # begins a text that precedes the sound's
     no_speech: int | None
     suppressed: Sequence[int]
-    begin_suppressed: Sequence[int]  # as the first token of an output
+    begin_suppressed: Sequence[int]
 
     def allowed(self, written: Sequence[int], timed: bool) -> np.ndarray:
         """Return the tokens that may follow an output, int32[W] with a bit for each."""

@@ -76,7 +76,7 @@ class Transcription:
         if asked.language is not None and not rules.languages and asked.language.lower() != "en":
             rules.language_of(asked.language)
         rules.prompt(next(iter(rules.languages.values()), None), asked.task, self._timed)
-        room = model.max_model_len // 2 - 1  # the most in training
+        room = model.max_model_len // 2 - 1
         self._before = list(asked.before)[-room:]
         self.segments: list[Segment] = []
         self.words: list[Word] = []

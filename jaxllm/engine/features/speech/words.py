@@ -14,7 +14,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 0.02
 _MEDIAN = 7  # positions of the filter, Whisper's default
-_OPENING = "\"'“¿([{-"  # belongs to the word after it
+_OPENING = "\"'“¿([{-"
 _WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 
 

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 PULLS = 32  # further ones wait, within their deadlines
 MOST_CHANNELS = 64
 CALL_SECONDS = 2.0
-BEATS = 3  # heartbeats of a lease
+BEATS = 3
 WARN_SECONDS = 1.0
 
 

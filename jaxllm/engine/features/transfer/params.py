@@ -26,8 +26,8 @@ class Remote(NamedTuple):
 class TransferParams:
     """A request's transfers."""
 
-    keeps: bool = False  # its prompt's blocks
-    remote: Remote | None = None  # has its prompt's blocks
+    keeps: bool = False
+    remote: Remote | None = None
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:
