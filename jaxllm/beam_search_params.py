@@ -16,7 +16,7 @@ MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers may overflow
 class BeamSearchParams(RequestParams):
     """Parameters for one prompt: the search returns the `beam_width` likeliest continuations.
 
-    The score of a finished one is its log-probability divided by length ** length_penalty.
+    A finished one's score is its log-probability divided by length ** length_penalty.
     """
 
     beam_width: int
@@ -28,7 +28,7 @@ class BeamSearchParams(RequestParams):
     # With `beam_width` outputs finished, True: stop. False: stop if the best running one, ended now, would score less.
     # "never": only if it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
-    skip_special_tokens: bool = True  # in the text of `CompletionOutput`
+    skip_special_tokens: bool = True
 
     @property
     def num_sequences(self) -> int:

@@ -1,4 +1,4 @@
-"""Return freed memory to the system; glibc retains it."""
+"""Return freed memory to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of KV transfer between engines, with vLLM's names."""
+"""Settings of KV transfer."""
 
 from __future__ import annotations
 

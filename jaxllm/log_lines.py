@@ -1,4 +1,4 @@
-"""A log formatter for messages of several lines."""
+"""A log formatter."""
 
 from __future__ import annotations
 

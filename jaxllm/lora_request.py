@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter of a request."""
+"""A request's adapter."""
 
 from __future__ import annotations
 

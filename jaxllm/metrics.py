@@ -76,7 +76,7 @@ def summed(counted: Iterable[Metrics]) -> Metrics:
 
 
 class Load(NamedTuple):
-    """An engine's load after its last step."""
+    """Load after the last step."""
 
     running: int = 0  # sequences in slots
     waiting: int = 0

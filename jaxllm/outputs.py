@@ -1,4 +1,4 @@
-"""Results of requests, with vLLM's names."""
+"""Results of requests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The outputs of a beam search, best first."""
+    """A beam search's outputs, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -107,7 +107,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A prompt and its result."""
+    """A pooled prompt."""
 
     request_id: str
     prompt_token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""`RequestParams`: the base class of request parameters."""
+"""Parameters of requests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import ClassVar
 
 
 class RequestParams:
-    """The parameters of one request. Immutable."""
+    """A request's parameters. Immutable."""
 
-    generates: ClassVar[bool] = True  # continues its prompt
+    generates: ClassVar[bool] = True
 
     @property
     def num_sequences(self) -> int:
-        """The number of its sequences."""
         return 1

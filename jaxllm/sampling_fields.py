@@ -1,4 +1,4 @@
-"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol. Standard library only."""
+"""Declarations of `SamplingParams` fields. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """A field's metadata, except help."""
+    """A field's metadata."""
 
     read: Reader
     rules: tuple[Rule, ...]
@@ -121,7 +121,7 @@ def text_or_texts(name: str, value: object) -> tuple[str, ...]:
 def ids(name: str, value: object, most: int = MAX_IDS) -> tuple[int, ...]:
     """Return unique token ids, in order; None becomes empty."""
     found = () if value is None else checks.sequence(name, value, "integers", most)
-    kinds = set(map(type, found))  # an abstract class per id takes 2 µs
+    kinds = set(map(type, found))
     if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
         raise UserError(f"{name} must contain only integers, got {checks.shown(list(found))}.", name, value)
     unique: dict[int, None] = dict.fromkeys(found if kinds <= {int} else map(int, found))  # pyright: ignore

@@ -1,4 +1,4 @@
-"""`SamplingParams`: a request's parameters, with vLLM's names, defaults, rules and messages. Standard library only."""
+"""A request's parameters. Standard library only."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _MOST_NAMED = 8
 
 
 class RequestOutputKind(IntEnum):
-    """Contents of each output of a stream."""
+    """Contents of a stream's outputs."""
 
     CUMULATIVE = 0
     DELTA = 1  # new tokens
-    FINAL_ONLY = 2  # at the end
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,7 @@ class SamplingParams(RequestParams):
         False, "keep the stop string that ended the output in the text", read=checks.flag, grpc="stop.include_stop"
     )
     detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: ids only
-    # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON. Not
-    # hashed.
+    # Added to logits, clamped to [-100, 100]; {} becomes None. Keys may be strings, as in JSON. Not hashed.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,
@@ -353,7 +352,7 @@ class SamplingParams(RequestParams):
         None, read=_optional_integer, rules=(at_least(1),), grpc="stream.interval_tokens"
     )
 
-    # Unsupported; `__post_init__` receives them in this order. Declared ones are fields of OpenAI bodies.
+    # Unsupported; `__post_init__` receives them in this order.
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False
@@ -406,7 +405,7 @@ def validate_for_model(
     eos_token_ids: Collection[int] = (),
     processors: Collection[str] = (),
 ) -> None:
-    """Refuse ids outside the vocabulary, too many log-probabilities or stop ids.
+    """Refuse ids outside the vocabulary, other logits processors, too many log-probabilities or stop ids.
 
     `max_logprobs` -1 is unlimited. `min_tokens` also masks `eos_token_ids`.
     """
@@ -462,7 +461,6 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
-# Name, declaration, whether None is accepted.
 _DECLARED = [(own.name, declaration_of(own), own.default is None) for own in fields(SamplingParams)]
 _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 

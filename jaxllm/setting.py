@@ -1,4 +1,4 @@
-"""Settings fields with a description, the help of their flags."""
+"""Fields of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages."""
+"""The constraint in `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ class StructuredOutputsParams:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts of `begin_after`."""
         texts = () if self.begin_after is None else self.begin_after
         return texts if isinstance(texts, tuple) else (texts,)
 
@@ -92,7 +91,6 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
@@ -131,7 +129,7 @@ def _check_text(name: str, value: object) -> None:
 
 def _schema_text(schema: object) -> str:
     make_schema = getattr(schema, "model_json_schema", None) or getattr(schema, "json_schema", None)
-    if callable(make_schema):  # pydantic class or TypeAdapter
+    if callable(make_schema):
         schema = make_schema()
     try:
         if isinstance(schema, str):

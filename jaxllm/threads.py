@@ -1,4 +1,4 @@
-"""Start threads with a large stack, for compiling."""
+"""Threads with a large stack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _starting = threading.Lock()
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    with _starting:  # stack_size applies to all new threads
+    with _starting:
         before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=work, name=name, daemon=True)

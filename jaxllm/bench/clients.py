@@ -46,14 +46,14 @@ class Share:
 
 @dataclass(frozen=True)
 class Ready:
-    """A process is ready; `failures` are of warm-up requests."""
+    """`failures` are of warm-up requests."""
 
     failures: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Resources used by a process."""
+    """CPU and wall time of a process, and messages received."""
 
     cpu_seconds: float
     wall_seconds: float
@@ -141,7 +141,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):  # the parent died
+    except* (BrokenPipeError, EOFError):
         pass
 
 

@@ -1,7 +1,7 @@
 """Compare two results: the ratio B / A of each common figure, with confidence intervals.
 
-Reads JSON of `jaxllm bench` and vLLM. One run per side, with details (`ttfts`, `itls`, `latencies`, `samples`):
-bootstrap over requests (Efron 1979). Several runs: Welch's interval of mean logarithms.
+Reads JSON of `jaxllm bench` and vLLM. One run per side, with details: bootstrap over requests (Efron 1979). Several
+runs: Welch's interval of mean logarithms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _LOWER = re.compile(
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
-# Keys that differ between runs.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
     r"|^client\.(?!processes$)"
@@ -48,7 +47,7 @@ class Comparison(NamedTuple):
     b: float
     better: Direction
     interval: tuple[float, float] | None  # of the ratio
-    reason: str  # why no interval is given
+    reason: str
 
     @property
     def ratio(self) -> float | None:
@@ -67,7 +66,7 @@ class Comparison(NamedTuple):
 def compare(
     a: Sequence[Result], b: Sequence[Result], confidence: float = 0.95, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[Comparison]:
-    """Return the ratio of each figure that all results contain, with an interval; raise `UserError` without any."""
+    """Compare each figure that all results contain, with an interval of B / A; raise `UserError` without any."""
     if not 0 < confidence < 1:
         raise UserError(f"confidence must be between 0 and 1, got {confidence!r}.", "confidence")
     sides = [[_leaves(result) for result in side] for side in (a, b)]

@@ -1,7 +1,7 @@
 """Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-Concurrent operations share device time evenly; other time is the engine thread's. The profiler adds half a microsecond
-per operation on a CPU, and disables CUDA graphs on a GPU.
+Concurrent operations share device time evenly. The profiler adds half a microsecond per operation on a CPU, and
+disables CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -183,7 +183,10 @@ def _flat(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _shared(device: Sequence[Span], host: Sequence[Span]) -> tuple[dict[str, float], ...]:
-    """Return time by device part, by host activity while idle, and by host activity."""
+    """Return microseconds by device part, by host activity while idle, and by host activity.
+
+    Device parts that run at once share the time evenly.
+    """
     edges = [(span.start, 1, span.part) for span in device] + [(span.end, -1, span.part) for span in device]
     turns = [(span.start, 0, span.part) for span in host]
     running: Counter[str] = Counter()

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. Times are of `time.perf_counter`.
+    """Times are of `time.perf_counter`.
 
     Messages are gRPC messages or HTTP events with new tokens. `output_tokens` and `seen_prompt_tokens` are the
     server's, or None.
     """
 
-    number: int  # of the job
+    number: int
     prompt_tokens: int
     max_tokens: int
     due_at: float = 0.0  # scheduled

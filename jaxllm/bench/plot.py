@@ -1,4 +1,4 @@
-"""Plot a benchmark's result as an image."""
+"""Plot a benchmark's result."""
 
 from __future__ import annotations
 

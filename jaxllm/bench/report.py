@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.bench.outcome import Outcome
 
-METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
+METRICS: Mapping[str, tuple[str, str]] = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
@@ -22,7 +22,7 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
     "client_queue_time": ("Client Queue Time", "Client Queue Time"),
 }
 WIDTH = 50
-_MOST_KINDS = 5  # of errors
+_MOST_KINDS = 5
 
 
 def summarize(

@@ -1,4 +1,4 @@
-"""Extract the values underlying a result's figures."""
+"""A result's samples."""
 
 from __future__ import annotations
 

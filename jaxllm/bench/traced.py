@@ -1,4 +1,4 @@
-"""Run an engine's steps under the profiler and explain them."""
+"""Profile an engine's steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Job`, a request of a benchmark, and `DatasetOptions`, which select prompts."""
+"""A benchmark's requests."""
 
 from __future__ import annotations
 

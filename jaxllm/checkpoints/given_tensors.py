@@ -18,13 +18,13 @@ from jaxllm.model.decoder import Params
 from jaxllm.model.head import Head
 from jaxllm.model.parameters import Weight
 
-Key = tuple[int | None, str]  # layer and name of a weight
+Key = tuple[int | None, str]
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
 @dataclass(frozen=True)
 class GivenTensor(Tensor):
-    """An array in the place of a stored tensor."""
+    """An array instead of a stored tensor."""
 
     array: Any = None
 
@@ -39,7 +39,7 @@ class GivenTensor(Tensor):
 
 
 class ExpectedTensors:
-    """The tensors of a model, without the family's prefix."""
+    """A model's tensors, without the family's prefix."""
 
     def __init__(self, declared: Params[Weight], family: Family, head: Head | None) -> None:
         self._declared = declared

@@ -32,7 +32,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True, eq=False)
 class LoraFiles:
-    """A loaded adapter: rank, digest, and arrays for all devices, zero-padded to the engine's maximal rank."""
+    """Rank, digest, and arrays for all devices, zero-padded to the engine's maximal rank."""
 
     rank: int
     digest: bytes
@@ -41,7 +41,7 @@ class LoraFiles:
 
 @dataclass(frozen=True)
 class _Module:
-    """An adapter's addition to a linear module: scale · B·A, with A [rank, in] and B [out, rank]."""
+    """Adds scale · B·A to a linear module, with A [rank, in] and B [out, rank]."""
 
     a: Tensor
     b: Tensor
@@ -74,13 +74,13 @@ def read_adapter(
 
 
 def highest_rank(folder: Path) -> int:
-    """Return the highest rank in an adapter's config, without validating the rest."""
+    """Return the highest rank in an adapter's config, not validating the rest; raise UserError without a config."""
     fields = read_object(folder, CONFIG)
     if fields is None:
         raise UserError(f"{folder} has no {CONFIG}.", "lora_request")
     table = fields.get("rank_pattern")
     ranks = [fields.get("r"), *(table.values() if isinstance(table, dict) else ())]
-    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)  # PEFT's default
+    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:

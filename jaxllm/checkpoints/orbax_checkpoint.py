@@ -35,7 +35,6 @@ Name = tuple[int | None, str]  # layer (None outside) and name of a part
 
 
 def is_here(folder: Path) -> bool:
-    """Return whether a folder has an Orbax checkpoint, possibly damaged."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
@@ -64,7 +63,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
         _place(tree, name, values)
     handlers = type_handlers.create_type_handler_registry(
         (np.ndarray, OneByOne(deepcopy_host_arrays=False)),
-        (jax.Array, type_handlers.ArrayHandler()),  # required by Orbax
+        (jax.Array, type_handlers.ArrayHandler()),
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
@@ -148,7 +147,7 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
 
     with bar:
         top: dict[str, Any] = {}
-        for name, weight in declared.top.items():  # the largest, one at a time
+        for name, weight in declared.top.items():
             top |= restore(None, {name: weight})
         layers = [restore(layer, weights) for layer, weights in enumerate(declared.layers)]
         return Params(top, stages.join(layers, layout))
@@ -201,7 +200,6 @@ def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
 
 
 def _reader() -> Any:
-    """Return a checkpointer that waits for no other process."""
     import orbax.checkpoint as ocp
 
     own = jax.process_index()
@@ -223,7 +221,7 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
     """Return restore arguments for a part: a piece per device, shared by neighbours where copied."""
     import orbax.checkpoint as ocp
 
-    if _is_one_array(weight):  # pads the vocabulary with zeros
+    if _is_one_array(weight):
         return ocp.ArrayRestoreArgs(
             dtype=dtype, sharding=layout.sharding(*weight.axes), global_shape=weight.shape, strict=False
         )
@@ -234,7 +232,6 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
 
 
 def _holding(weight: Weight, expert: int, layout: Layout) -> Layout:
-    """Return the layout of the devices that hold an expert."""
     axis = weight.axes[0]
     return layout.of_shard(axis, expert * layout.shards(axis) // (weight.stack or 1))
 
@@ -272,7 +269,6 @@ def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
 
 
 def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
-    """Join the experts of each device; those of other processes were not restored."""
     experts = sorted(map(int, pieces[0]))
     held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in experts]
     stacked = [

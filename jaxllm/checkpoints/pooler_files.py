@@ -132,11 +132,10 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
             known = ", ".join(_OF_PROBLEMS)
             raise UserError(f"config.json: problem_type {problem!r:.80} is none of {known}.", "problem_type")
         found = _OF_PROBLEMS.get(problem, "softmax")
-    return "sigmoid" if labels == 1 and found == "softmax" else found  # softmax of one number is 1
+    return "sigmoid" if labels == 1 and found == "softmax" else found
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:
-    """Look up a torch class by path without importing it."""
     name = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or name not in known:
         raise UserError(f"{key} {path!r:.80} is not supported, only torch's {', '.join(known)}.", key)
@@ -185,7 +184,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")  # prepended by sentence-transformers
+    fields.raw("include_prompt")
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()
@@ -211,7 +210,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the lengths to which a config, by vLLM's keys, allows embeddings to be cut: (): any; None: not."""
+    """Return the lengths to which a config allows embeddings to be cut: (): any; None: not."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

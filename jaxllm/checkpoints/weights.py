@@ -1,6 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Weights are copied piecewise, so that the peak of memory stays near their size.
+Weights are copied piecewise, to bound the peak of memory.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def read(
 
 
 def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: Layout, dtype: DTypeLike) -> Any:
-    """Return one weight: an array of `dtype`, or `Quantized` as declared."""
     if weight.scheme is None:
         return _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
     is_stored = isinstance(parts[0][0].tensor, Matrix)
@@ -155,7 +154,7 @@ def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: L
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A view [out, in] (or [out]) of the mapped file, and its release; with a comb of teeth: [teeth, out, in]."""
+    """A view [out, in] (or [out]) of the mapped file, and its release; with a comb [runs, rows of one, in]."""
 
     values: np.ndarray
     release: Callable[[], None]
@@ -186,7 +185,6 @@ def abstract(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
-    """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
@@ -203,7 +201,7 @@ def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
     """Return the scheme that rounds matrices of a 16 or 32-bit checkpoint.
 
     With "int8" a CPU also rounds the multiplied rows, to sum integers; a GPU, bound by reading weights, would gain
-    nothing. Published 4-bit checkpoints have groups of 128 columns.
+    nothing.
     """
     schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
     return None if quantization is None else schemes[quantization]
@@ -349,7 +347,7 @@ def _load_side(
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
         if weight.stack is None:
             one_shape, inner, pieces, found = shape, index, [out], sources
-        else:  # the device's experts
+        else:
             one_shape, inner, pieces, found = shape[1:], index[1:], out, sources[index[0]]
         for piece, parts in zip(pieces, found, strict=True):
 

@@ -137,7 +137,6 @@ class _Answers(Generic[Item]):
         self._is_closed = False
 
     def close(self) -> None:
-        """Cancel the call unless it has ended."""
         self._is_closed = True
         self._call.cancel()
 

@@ -1,4 +1,4 @@
-"""The methods of both clients: each returns a `Call` to execute."""
+"""The methods of both clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """A call that has not been made yet."""
+    """A call to execute."""
 
     service: Literal["inference", "control", "health"]
     method: str

@@ -1,4 +1,4 @@
-"""Options of client calls, and the API fields that they set."""
+"""Options of client calls."""
 
 from __future__ import annotations
 

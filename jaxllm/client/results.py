@@ -118,7 +118,6 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One per token id, if requested."""
         return self.outputs[0].logprobs
 
     @property
@@ -142,7 +141,6 @@ class Completion:
 
     @property
     def seed(self) -> int | None:
-        """Reproduces these tokens."""
         return self.outputs[0].seed
 
     @property
@@ -223,7 +221,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """The state of a server's weights."""
+    """A server's weights."""
 
     version: str  # "0" at first
     is_sleeping: bool  # weights or cache
@@ -232,7 +230,7 @@ class WeightInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's version, state and limits."""
+    """A server's state."""
 
     version: str
     api_revision: int

@@ -1,4 +1,4 @@
-"""Requests of calls that sleep and update weights."""
+"""Requests that sleep and update weights."""
 
 from __future__ import annotations
 

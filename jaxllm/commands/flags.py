@@ -1,4 +1,4 @@
-"""Command line flags generated from dataclass fields."""
+"""Flags generated from dataclass fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMON = (
     *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-IDLE = "without_effect"  # options key: given ones without effect
+IDLE = "without_effect"
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}
@@ -38,7 +38,7 @@ def add_engine_flags(
     skipped: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for every field of `EngineConfig` but the model.
+    """Add a flag for every field of `EngineConfig` but the model, and hidden ones for vLLM's.
 
     `has_sampling`: `--seed` is a request's, the engine's is `--engine-seed`.
     """

@@ -35,15 +35,14 @@ def run_at_idle_priority(call: Callable[[], Any]) -> Any:
 def _take_idle_priority() -> None:
     """Give this thread, and XLA:CPU's LLVM threads, idle priority.
 
-    LLVM's threads, created by a process's first compilation, do two thirds of the work and do not inherit priority.
-    They keep it, since raising it may need privileges: later engines start more slowly on busy machines (DECISIONS,
-    "Three programs exist before the first request").
+    LLVM's threads, created by the first compilation, do two thirds of the work and do not inherit priority. They keep
+    it: raising it may need privileges.
     """
     if sys.platform != "linux":
         return
     threads = [threading.get_native_id()]
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
+        with suppress(FileNotFoundError, ProcessLookupError):
             if (thread / "comm").read_text().startswith("llvm-worker"):
                 threads.append(int(thread.name))
     for thread in threads:

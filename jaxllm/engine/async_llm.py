@@ -40,8 +40,8 @@ from jaxllm.scheduler.recorded import Recorder
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_MANY_IDS = 2**16  # of a prompt; longer ones are checked in a thread: 5 ms
-LONG_TEXT = 4096  # characters; longer prompts are tokenized in a thread: about 1 ms
+_MANY_IDS = 2**16  # longer ones are checked in a thread: 5 ms
+LONG_TEXT = 4096  # characters; longer prompts are tokenized in a thread: 1 ms
 
 
 class AsyncLLM(StreamingEngine, AsyncCalls):
@@ -65,7 +65,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,  # None: loaded from the model
+        parts: Parts | None = None,
         thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -115,7 +115,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:  # no thread is available
+        except RuntimeError:
             self._thread = None
             raise
 

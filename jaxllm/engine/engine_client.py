@@ -51,9 +51,7 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     def drains_replicas(self) -> bool: ...
 
     @property
-    def engines(self) -> Sequence[EngineView]:
-        """The engines by number; a single engine returns itself."""
-        ...
+    def engines(self) -> Sequence[EngineView]: ...
 
     @property
     def is_paused(self) -> bool: ...
@@ -152,9 +150,7 @@ class SteppedEngine(SteppedClientCalls, Protocol):
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
-    ) -> Any:
-        """Validate a request for `add`."""
-        ...
+    ) -> Any: ...
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any

@@ -1,4 +1,4 @@
-"""A thread pool for slow work off one event loop."""
+"""A thread pool off one event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FairThreads:
         self,
         num_threads: int,
         name: str,
-        share: int | None = None,  # threads of a group; None: all but one
+        share: int | None = None,  # None: all but one
         group_of: Callable[[Any], Hashable] = lambda client: client,
     ) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
@@ -31,7 +31,7 @@ class FairThreads:
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
         self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class FairThreads:
             if turns:
                 self._waiting[client] = turns
             if turn.done():
-                continue  # `_withdraw` runs later
+                continue
             turn.set_result(None)
             self._num_free -= 1
             self._running[self._group_of(client)] += 1
@@ -74,7 +74,7 @@ class FairThreads:
         return group is None or self._running[group] < self._share
 
     def _withdraw(self, client: Hashable, turn: asyncio.Future[None]) -> None:
-        if not turn.cancelled():  # granted at the same time
+        if not turn.cancelled():
             self._give_back(client)
             return
         turns = self._waiting.get(client, deque())
@@ -84,7 +84,7 @@ class FairThreads:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()  # retrieved, or asyncio logs it
+        work.exception()
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

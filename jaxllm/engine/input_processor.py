@@ -149,7 +149,6 @@ class InputProcessor:
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
-        # The n sequences of a prompt share blocks.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
@@ -226,7 +225,7 @@ def read_prompt(
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
     """Return the text to tokenize: the prompt, or the end that `truncate_prompt_tokens` keeps.
 
-    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError if it must exceed the context.
+    Tokenizing 8 MiB took 5 s. Raises ContextLengthError if it must exceed the context.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:
@@ -254,10 +253,9 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}
     sequences: tuple[tuple[int, ...], ...] | None = None
-    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # checked before tokenizing
+    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:
         texts = [text for name in sorted(names) for text in (name, " " + name)]
         spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        # Drop those with a banned suffix.
         sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
     if sequences is None or sum(map(len, sequences)) > most:
         raise UserError(

@@ -20,11 +20,11 @@ class BlockBatch(NamedTuple):
     time: float  # seconds since 1970
     block_size: int  # tokens
     events: tuple[BlockEvent, ...]
-    adapters: Mapping[int, str] = {}  # names, by number
+    adapters: Mapping[int, str] = {}
 
 
 class BlockLog:
-    """The most recent changes of the prefix cache, for the event loop only."""
+    """The latest changes, for the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
         self._name_of = name_of

@@ -1,4 +1,4 @@
-"""Loads the parts of an engine."""
+"""Load an engine's parts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of an engine."""
+    """An engine's parts."""
 
     model: ModelInfo
     runner: Runner
-    language: Language  # of requests without an adapter
+    language: Language
     features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
     start_phases: tuple[Phase, ...] = ()

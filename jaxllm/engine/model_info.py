@@ -1,4 +1,4 @@
-"""Tokenizer, limits and defaults of a model."""
+"""A model's properties."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class ModelInfo:
 
     @property
     def image_marks(self) -> tuple[str, str, str] | None:
-        """Return the texts of the tokens before, for and after an image, for `placeholders.marked`."""
+        """Return the texts of the tokens before, for and after an image, for `placeholders.marked`.
+
+        Raises UserError if the tokenizer lacks one.
+        """
         if self.processor is None or self.processor.marks is None:
             return None
         before, after = self.processor.marks

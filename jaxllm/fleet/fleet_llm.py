@@ -37,7 +37,6 @@ from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 CHARACTERS_A_TOKEN = 4  # of a pooled text
-# Equal in all replicas.
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
@@ -146,8 +145,6 @@ class FleetLLM(StreamingEngine, FleetCalls):
         visible = given.split(",") if given else [str(device) for device in range(num_local * count)]
         return settings, {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * count : (number + 1) * count])}
 
-    # Called by the supervisor.
-
     def heard(self, replica: Replica, said: list[Any]) -> None:
         for name, *given in said:
             if name == "output":
@@ -181,7 +178,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
         if name != "step" and self._prefills is not None and replica.number not in self._prefills.decoders:
-            return  # clients do not see it
+            return
         for observer in self._observers[replica.number]:
             try:
                 getattr(observer, name)(*given)
@@ -288,7 +285,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
-        yield  # makes it a generator
+        yield
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]

@@ -1,7 +1,7 @@
 """The replica process: runs one engine and serves a front end, over one connection with which it ends.
 
-A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; on another machine it is `jaxllm
-serve --headless`.
+A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; elsewhere it is `jaxllm serve
+--headless`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxllm.version import __version__
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # between heartbeats
 NO_BOUND = 1 << 40  # the front end bounds the queue
-SECOND_SIGNAL = 130  # as in shells
+SECOND_SIGNAL = 130
 _LOCAL = ("tokenizer",)  # of `ModelInfo`, read from disk
 
 
@@ -164,7 +164,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())  # for routing at once
+        self._say(*self._condition())
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):
@@ -189,7 +189,6 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
-        """Cancel a dropped request and send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -1,4 +1,4 @@
-"""An index of replicas' prefix caches."""
+"""Replicas' prefix caches."""
 
 from __future__ import annotations
 

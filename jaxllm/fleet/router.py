@@ -1,4 +1,4 @@
-"""Routes requests to replicas, in place of an engine's inbox."""
+"""Routes requests to replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Router:
         self._of[request.internal_id] = replica
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
-        """Stop a request; its last output is still delivered."""
         replica = self._of.get(internal_id)
         if replica is not None:
             replica.send("abort", internal_id, reason)
@@ -50,13 +49,11 @@ class Router:
         return replica
 
     def leave(self, internal_id: str) -> None:
-        """Cancel a request without a reader; no output is delivered."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)
 
     def set_paused(self, is_paused: bool) -> None:
-        """Pause all replicas; `FleetLLM.resume` resumes."""
         for replica in self.replicas:
             if is_paused and replica.model is not None:
                 replica.call("pause", "keep")
@@ -65,7 +62,7 @@ class Router:
         """Do nothing: `FleetLLM.close` stops the replicas."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Reroute the requests of a lost replica; fail those with delivered output or `MOST_RUNS` runs."""
+        """Reroute a lost replica's requests; fail those with delivered output or `MOST_RUNS` runs."""
         self.index.forget(replica.number)
         for live in replica.end(error):
             name = live.request.internal_id

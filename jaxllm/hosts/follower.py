@@ -1,4 +1,4 @@
-"""A follower: a replay of the leader's calls, with a device."""
+"""A follower replays the leader's calls, with a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxllm.setup.model_setup import prepare
 _log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 FAREWELL_SECONDS = 0.5  # for the leader to read a last message
-SECOND_SIGNAL = 130  # as in shells
+SECOND_SIGNAL = 130
 
 
 class DivergedError(Exception):
@@ -44,7 +44,7 @@ class DivergedError(Exception):
 
 
 class Steps:
-    """Repeats the leader's calls on this process's devices."""
+    """Repeats the leader's calls."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -178,7 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
-            self._is_awaiting = True  # for its own error message
+            self._is_awaiting = True
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise
@@ -231,7 +231,7 @@ class Follower:
             except RefusedError as error:
                 message = f"host 0 at {settings.coordinator} refuses this process: {error}."
                 raise UserError(message, "coordinator") from error
-            except (OSError, EOFError, ValueError) as error:  # it does not listen yet
+            except (OSError, EOFError, ValueError) as error:
                 if time.monotonic() > end:
                     message = f"coordinator {settings.coordinator} cannot be reached: {error}."
                     raise UserError(message, "coordinator") from error
@@ -285,7 +285,6 @@ class Follower:
                 self._leave(f"host 0 is lost: no message for {looked - self._heard:.0f} s")
 
     def _leave(self, why: str, farewell: bool = True) -> NoReturn:
-        """Report a failure and end the process."""
         _log.error("host %d stops: %s", self.settings.rank, why)
         if self.link is not None and farewell:
             self.link.try_send("failed", why)

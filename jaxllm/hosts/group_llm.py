@@ -28,7 +28,7 @@ class GroupLLM(AsyncLLM):
 
 
 class LeaderThread(EngineThread):
-    """The thread of a leader's engine; it first waits for the other hosts."""
+    """Waits for the other hosts first."""
 
     def __init__(self, leader: Leader, **given: Any) -> None:
         super().__init__(**given)

@@ -37,7 +37,7 @@ from jaxllm.scheduler.state import Plan
 _log = logging.getLogger(__name__)
 START_SECONDS = 600.0
 CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects
-NOTE_SECONDS = 10.0  # between log lines
+NOTE_SECONDS = 10.0
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
@@ -55,7 +55,7 @@ class _Follower:
     is_gone: bool = False
     busy: float = 0.0  # on `call`
     call: str = ""
-    said: dict[str, list[Any]] = field(default_factory=dict)  # newest message of each kind
+    said: dict[str, list[Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"host {self.rank} ({self.address})"
@@ -177,7 +177,7 @@ class Leader:
             try:
                 return socket.create_server((settings.host, settings.port), family=family)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # the name may come
+                if isinstance(error, socket.gaierror) and time.monotonic() < end:
                     time.sleep(1.0)
                     continue
                 raise UserError(
@@ -290,7 +290,7 @@ class Leader:
         _log.error("%s", error)
         for follower in self._followers.values():
             follower.link.try_send(Call.STOP, why)
-        if cause is None:  # `_gather` raises refusals
+        if cause is None:
             self.on_failed(error)
 
     def _exit(self, error: BaseException) -> None:
@@ -312,8 +312,6 @@ class Leader:
 
 
 class _Sender(EventRecorder):
-    """Sends the scheduler's calls."""
-
     def __init__(self, leader: Leader) -> None:
         super().__init__()
         self._leader = leader
@@ -334,8 +332,6 @@ class _Sender(EventRecorder):
 
 
 class _Watched(NamedTuple):
-    """A dispatched step that is awaited with a time limit."""
-
     flight: StepInFlight
     leader: Leader
 

@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.1
 FINAL = (0, 2, 130)  # exit codes: a drain, wrong usage, ^C
 
 
-PARENT = "_JAXLLM_RESTART_PARENT"  # a child's variable: its parent's process id
+PARENT = "_JAXLLM_RESTART_PARENT"
 
 
 def is_child() -> bool:
@@ -40,7 +40,7 @@ def end_with_parent() -> None:
 def keep_running(command: Sequence[str], stopped_seconds: float) -> int:
     """Run a command until its exit code is in `FINAL`, or SIGTERM or SIGINT, passed on to it; return the code.
 
-    A child stopped (SIGSTOP) for `stopped_seconds` is killed and started again.
+    A child stopped (SIGSTOP) for `stopped_seconds` is restarted.
     """
     signalled: list[int] = []
     child: subprocess.Popen[bytes] | None = None

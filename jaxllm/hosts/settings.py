@@ -12,10 +12,9 @@ KEY_VARIABLE = "JAXLLM_HOSTS_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSettings:
-    """A process's place in a group.
+    """The leader listens at `coordinator`, JAX's service at the next port.
 
-    The leader listens at `coordinator`, JAX's service at the next port. `silence`: seconds without a message, until a
-    process counts as lost.
+    `silence`: seconds without a message, until a process counts as lost.
     """
 
     num_hosts: int

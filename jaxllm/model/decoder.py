@@ -72,7 +72,7 @@ class Linear(Protocol):
 
 @runtime_checkable
 class RowWeights(Protocol):
-    """Sets of weights, selected per token and passed as arguments, for example adapters."""
+    """Sets of weights, selected per token, for example adapters."""
 
     @property
     def described(self) -> Any:
@@ -112,7 +112,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-    draft: Any = None  # of the draft model
+    draft: Any = None
 
 
 def declare(
@@ -348,7 +348,7 @@ def run_layers(
 
 
 def _columns(rows: Array, chosen: Array, width: int, number: int) -> Array:
-    """Return the vectors `number` of rows of images, [T, D]."""
+    """Return tokens' embeddings, [T, D]: the rows `chosen`, or part `number` of rows that join several."""
     found = rows.at[chosen].get(mode="clip")
     return found if found.shape[1] == width else found[:, number * width : (number + 1) * width]
 
@@ -493,7 +493,10 @@ def feed_forward(spec: Spec, weights: Arrays, layer: int, x: Array, context: Con
 
 @partial(jax.jit, static_argnames=("spec", "layout", "rounds"))
 def _mlp(spec: Spec, weights: Arrays, x: Array, layout: Layout, rounds: bool) -> Array:
-    """Run a layer's feed-forward, traced once for all layers: `linear` must not refer to a layer's arrays."""
+    """Run a layer's feed-forward, traced once for all layers: `linear` must not refer to a layer's arrays.
+
+    `rounds`: gate and up products are rounded to the type of `x`.
+    """
 
     def linear(name: str, x: Array, weight: Array | Quantized[Array], bias: Array | None = None) -> Array:
         if rounds and name == "up" and bias is None and not isinstance(weight, Quantized):

@@ -1,7 +1,7 @@
 """EAGLE-3 heads: a decoder layer that drafts a target's next tokens (Li et al. 2025, "EAGLE-3").
 
 A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused, or the head's
-previous state. D is the head's width, V the target's vocabulary (Vx on one shard, padded).
+previous state. D head's width, V target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
-UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite, so that sums are
+UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite for sums
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Head:
 
 
 def declare(head: Head, layout: Layout = UNDIVIDED) -> Params[Weight]:
-    """Return the head's weights, without the id map."""
     spec, wide = head.spec, len(head.aux_layers) * head.width
     rows = layout.padded("vocab", head.draft_vocab_size)
     plain = decoder.declare(spec, layout)
@@ -86,7 +85,6 @@ def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) ->
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
-    """Return token embeddings without the target's scaling."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)

@@ -1,4 +1,4 @@
-"""Products, norms and rotations of a decoder layer; products accumulate in float32, the others compute in it."""
+"""Products, norms and rotations of a decoder layer, accumulated in float32."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def lookup(table: Array | Quantized[Array], rows: Array, dtype: DTypeLike) -> Ar
 
 @partial(jax.jit, static_argnames=("kind", "eps"))
 def norm(x: Array, scale: Array, bias: Array | None, kind: NormKind, eps: float, power: Array | None = None) -> Array:
-    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016); `power` replaces the mean square."""
+    """Apply RMS norm (Zhang & Sennrich 2019) or layer norm (Ba et al. 2016), in the type of `x`.
+
+    `power` replaces the mean square.
+    """
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -75,7 +78,7 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
 
 
 def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
-    # llama-models, models/llama3/model.py, apply_scaling; `kept` is the unscaled share.
+    # llama-models, models/llama3/model.py, apply_scaling.
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -102,13 +105,13 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
     if positions.ndim == 2 and len(positions) == 1:
         positions = positions[0]
     wide = positions.astype(jnp.float32)
-    each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T  # of each pair
+    each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T
     angles = each * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 
 
 def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
-    """Return relative position biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
+    """Return biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
     steps = np.arange(1 - length, length)  # key position minus query position
     half = buckets // 2
     values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]  # [2 length - 1, H]
@@ -117,7 +120,7 @@ def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Arr
 
 
 def causal_bias(table: Array, buckets: int, distance: int) -> Array:
-    """Return relative position biases [H, distance + 1] of keys before the query."""
+    """Return biases [H, distance + 1] of keys before the query."""
     return table[_buckets(np.arange(distance + 1), buckets, distance)].T
 
 

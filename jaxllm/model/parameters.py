@@ -1,4 +1,4 @@
-"""Declarations of weights: shape, sharding, and checkpoint tensors."""
+"""Declarations of weights."""
 
 from __future__ import annotations
 

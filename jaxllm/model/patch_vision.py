@@ -2,7 +2,7 @@
 
 A token is a square of merged patches. Some layers attend within square windows of tokens: patches are in the order of
 windows, and each block of them attends to itself and both neighbors, which hold the rest of its windows. The last
-patches are padding, in no window. N patches, D width of the tower, E width of the decoder.
+patches are padding. N patches, D width of the tower, E of the decoder.
 """
 
 from __future__ import annotations
@@ -235,7 +235,6 @@ def _attend_in_windows(block: int, q: Array, k: Array, v: Array, windows: Array)
         return values.reshape(-1, block, *values.shape[1:])
 
     def near(values: Array, edge: int = 0) -> Array:
-        """Return each block between both neighbors."""
         first = jnp.full_like(values[:block], edge)
         return jnp.concatenate([blocks(jnp.concatenate(each)) for each in _neighbors(values, first, block)], axis=1)
 

@@ -1,4 +1,4 @@
-"""Poolers of embedding and classification models: selected hidden states, then dense layers of W outputs."""
+"""Poolers: selected hidden states, then dense layers of W outputs."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class Pooler:
-    """Pools a prompt's hidden states to one vector.
+    """Pools a prompt's hidden states: "cls" takes the first token's, "last" the last's, "mean" averages all.
 
-    "cls" takes the first token's, "last" the last's, "mean" averages all. Models without `labels` embed.
+    Models without `labels` embed.
     """
 
     pooling: Pooling
@@ -94,7 +94,7 @@ def finish(pooler: Pooler, row: np.ndarray, params: PoolingParams) -> np.ndarray
     if not pooler.labels:
         vector = row[: params.dimensions]
         if pooler.normalize if params.normalize is None else params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as in torch, zeros are preserved
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return vector.astype(np.float32)
     if params.use_activation is False or pooler.activation == "none":
         return row.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Matrices of quantized numbers with scales."""
+"""Quantized matrices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Exchange the last two axes."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 

@@ -1,4 +1,4 @@
-"""Positions of a weight's rows in checkpoint tensors and over devices."""
+"""A weight's rows in checkpoint tensors and over devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Rows:
     comb: Comb | None
 
     def slices(self, start: int, count: int) -> list[slice]:
-        """Return the tensor slices of `count` rows from `start`."""
         if self.comb is None:
             return [slice(self.first + start, self.first + start + count)] if count else []
         first, length, period = self.comb.first, self.comb.length, self.comb.period
@@ -64,5 +63,5 @@ def in_order(parts: Sequence[Part], length: int, shards: int, wanted: slice) -> 
         for number, part in enumerate(parts):
             share = -(-part.rows * part.copies // shards)
             first = shard // part.copies * share
-            real = max(0, min(share, part.rows - first))  # the vocabulary may be padded
+            real = max(0, min(share, part.rows - first))
             yield Run(number, first, real, share - real)

@@ -20,8 +20,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
 PIPELINE = "pp"
 
-# Megatron's division (Shoeybi et al. 2019): two all-reduces per layer, of a replicated residual stream. Expert
-# parallelism divides "experts", otherwise each expert's width is split.
+# Megatron's division (Shoeybi et al. 2019): two all-reduces per layer. Expert parallelism divides "experts", otherwise
+# each expert's width is split.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
@@ -68,7 +68,6 @@ class Layout:
 
     @property
     def spans_processes(self) -> bool:
-        """Whether other processes hold parts of divided arrays."""
         return isinstance(self.mesh, Mesh) and len({device.process_index for device in self.devices}) > 1
 
     @property

@@ -1,7 +1,7 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
 The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
-`PIPELINE` divides, so each device sees the arrays of a model with fewer layers. Places without a layer have zeros.
+`PIPELINE` divides, so each device sees a model with fewer layers. Places without a layer have zeros.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ def place_of(layer: int, layout: Layout) -> tuple[int, int]:
 
 
 def of_one(spec: Spec, layout: Layout) -> Spec:
-    """Return the model that each stage computes."""
     if not layout.bounds:
         return spec
     count = ends(layout)[0]
@@ -76,7 +75,6 @@ def of_one(spec: Spec, layout: Layout) -> Spec:
 
 
 def stack(tree: Any, layout: Layout) -> Any:
-    """Describe the arrays of all stages, from descriptions of those of one."""
     return jax.tree.map(partial(_stacked, layout), tree) if layout.bounds else tree
 
 
@@ -111,7 +109,6 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Return the element of `places` for each layer."""
     if not layout.bounds:
         return tuple(places)
     return tuple(places[place_of(layer, layout)[1]] for layer in range(layout.bounds[-1]))

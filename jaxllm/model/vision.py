@@ -48,7 +48,6 @@ class VisionSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers that are computed: later ones are not loaded."""
         return max(self.features)
 
     @property
@@ -67,7 +66,7 @@ class VisionSpec:
         return declare(self)
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        del most  # images have one size
+        del most
         return (self.num_tokens,)
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
@@ -81,7 +80,6 @@ class VisionSpec:
 
 
 def declare(spec: VisionSpec) -> Params[Weight]:
-    """Return the weights; matrices are [out, in]."""
     declared, top = declare_tower(spec), dict[str, Weight]()
     for name, columns in (("project_1", len(spec.features) * spec.width), ("project_2", spec.out_width)):
         top |= matrix_weights(name, spec.out_width, columns, spec.projector_bias)
@@ -89,7 +87,6 @@ def declare(spec: VisionSpec) -> Params[Weight]:
 
 
 def declare_tower(spec: VisionSpec) -> Params[Weight]:
-    """Return the weights without the projector's."""
     width, tokens = spec.width, spec.num_patches + spec.has_class
     top = {
         "patches": Weight((width, 3, spec.patch, spec.patch), (None,) * 4, (Part("patches", width),)),
@@ -134,7 +131,6 @@ def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"
 
 
 def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N F"]:
-    """Return the states after the layers of `features`, concatenated."""
     top, count, size = params.top, spec.side // spec.patch, spec.patch
     dtype = top["positions"].dtype
     patches = pixels[:, : count * size, : count * size].reshape(3, count, size, count, size)

@@ -58,7 +58,6 @@ class EventRecorder(ABC):
     """Makes an entry of each call, on the engine's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
-        """`clock` is the engine's; `pseudonyms` replace tokens."""
         self._clock = clock
         self._pseudonyms = pseudonyms
         self._start = 0.0
@@ -179,7 +178,7 @@ class FileRecorder(EventRecorder):
         self._max_bytes = max_bytes
         self._about = dict(about or {})
         self.size = 0
-        try:  # before the model is loaded
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")
@@ -204,7 +203,6 @@ class FileRecorder(EventRecorder):
         self.write([MAGIC, FORMAT, header])
 
     def close(self) -> None:
-        """End the recording; later calls are ignored."""
         self._end("the engine has ended")
 
     def _end(self, why: str) -> None:
@@ -232,7 +230,7 @@ class FileRecorder(EventRecorder):
 
 
 class Pseudonyms:
-    """Pseudonyms of tokens: keyed hashes of the sequence up to each."""
+    """Keyed hashes of a sequence up to each token."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -288,7 +286,6 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 
 
 def describe(plan: Plan) -> list[int]:
-    """Return a plan's sizes, and a checksum of its columns."""
     check = 0
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)

@@ -1,4 +1,4 @@
-"""Replay a recording on the scheduler alone; report the first plan that differs."""
+"""Replay a recording on the scheduler alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, Source, 
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of a value
-END_OF_TIME = 253_402_300_800.0  # year 10000, beyond dates
+END_OF_TIME = 253_402_300_800.0
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -59,7 +59,6 @@ class Replayer:
         self.plans: dict[int, Plan] = {}
 
     def take(self, entry: list[Any], number: int) -> Moment:
-        """Repeat the call of an entry other than END."""
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:
             requests = tuple(map(_read_request, entry[2]))
@@ -92,7 +91,7 @@ class Replayer:
             return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
         plan = self.plans.pop(entry[2])
         for older in [older for older in self.plans if older < plan.number]:
-            del self.plans[older]  # empty or ended
+            del self.plans[older]
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
@@ -119,15 +118,15 @@ class Replayer:
 
 
 class Replay:
-    """A replay of one recording. Iterate `moments` once."""
+    """Iterate `moments` once."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
-        self.end = ""  # "" without an end mark
-        self.cut: str | None = None  # where an entry is truncated
+        self.end = ""
+        self.cut: str | None = None
         self._replayer: Replayer | None = None
 
     @property
@@ -153,7 +152,7 @@ class Replay:
             except UserError:
                 raise
             except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f": {error}" if isinstance(error, ValueError) else ""  # others name Python classes
+                what = f": {error}" if isinstance(error, ValueError) else ""
                 raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
             except RuntimeError as error:  # violated invariant
                 raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error

@@ -1,7 +1,7 @@
-"""A program that computes how much each output token of a speech model attends to each moment of its sound.
+"""Computes how much each output token of a speech model attends to each moment of its sound.
 
-It reads a whole output at once, with the keys and values of its source, which are in the decoder's cache. Letters: A
-heads that follow the sound, T tokens, L positions of the encoder.
+A program reads a whole output at once, with the keys and values of its source in the decoder's cache. A heads that
+follow the sound, T tokens, L positions of the encoder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Aligner:
         return cls(setup, heads) if heads and fits and len(heads) == len(given) else None
 
     def compile(self, make: Callable[..., Any], model: StepModel, kv: Leaves) -> None:
-        """Compile the program with `make` (name, function, donated, shapes)."""
         params, size = tuple(jax.tree.leaves(model.params)), model.geometry.max_model_len
         assert model.state.sources is not None
         width = size + 1 + model.state.sources.shape[1]

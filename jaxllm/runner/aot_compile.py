@@ -1,4 +1,4 @@
-"""Compile all programs of a model into a folder in advance: `jaxllm compile`."""
+"""Compile all programs in advance."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before th
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The static sizes of a program."""
+    """A program's static sizes."""
 
     tokens: int  # T; equals R in a decode program
     rows: int  # R
@@ -38,7 +38,7 @@ class Shape:
     # K per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
     media: int = 0  # rows of embeddings
-    looks_ahead: bool = False  # tokens of images see all of their image; of ragged programs
+    looks_ahead: bool = False  # tokens of images see all of their image
     axes: int = 0  # of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
@@ -47,7 +47,6 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row is one token, already on the device."""
         return self.sampling_fields == 0 and not self.bin_tokens
 
     def __str__(self) -> str:
@@ -59,11 +58,11 @@ class Shape:
 
 
 class Extent(NamedTuple):
-    """The sizes of a plan, which select its shape."""
+    """A plan's sizes, which select its shape."""
 
     tokens: int
     rows: int
-    tiles: int  # 0: a decode step
+    tiles: int
     adapters: int = 0
     proposes: bool = False
 
@@ -72,7 +71,7 @@ def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> l
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
     On a GPU 2, 16 and 64, then two per doubling. All tables are the coarsest with less than 12 % of padding
-    (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
+    (benchmarks/padding.py).
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})
@@ -141,7 +140,6 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
-    """Triple the block-table entries, for windowed layers."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
@@ -228,7 +226,6 @@ def buffer_size(shape: Shape) -> int:
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
-    """Return the length of a packed buffer, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 

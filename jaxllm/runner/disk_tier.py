@@ -1,6 +1,6 @@
 """The disk's tier of KV blocks: threads write the host's blocks to files, and read them back.
 
-The engine's thread finds files in an index in memory, which another thread updates, also with other engines' files.
+The engine's thread finds files in an index in memory, which another thread updates.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxllm.runner.host_tier import Key, Row, on_host
 
 READERS = 4  # threads
 LISTED_SECONDS = 1.0  # between updates of the index
-MOST_PENDING = 256 << 20  # bytes of blocks that wait to be written; further ones are not written
+MOST_PENDING = 256 << 20  # bytes of blocks that wait; further ones are not written
 CLOSE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 RowShape = Sequence[jax.ShapeDtypeStruct]
 
 
 class Read(NamedTuple):
-    """A read that has ended."""
+    """An ended read."""
 
     ticket: int
     group: int
@@ -75,11 +75,11 @@ class DiskTier:
         self._metrics = metrics
         self._parts: list[set[Name]] = [set() for _ in range(256)]  # of the index, by the digest's first byte
         self._stamps = [0] * 256
-        self._forgotten: set[Name] = set()  # until their files are removed
+        self._forgotten: set[Name] = set()
         self._lock = threading.Lock()  # of the next field, with the order of `_to_write`
         self._expected: dict[Key, bytes] = {}
         self._tickets = itertools.count(1)
-        self._open: set[int] = set()  # tickets that are not cancelled
+        self._open: set[int] = set()
         self._to_write: SimpleQueue[tuple[Name, Row | None] | None] = SimpleQueue()
         self._most_pending = max(1, MOST_PENDING // max(self._sizes))
         self._to_read: SimpleQueue[tuple[int, int, int, bytes] | None] = SimpleQueue()
@@ -91,8 +91,6 @@ class DiskTier:
         self._writer.start()
         for _ in range(READERS):
             threading.Thread(target=self._read_all, name="jaxllm-disk-read", daemon=True).start()
-
-    # The engine's thread: `BlockSource`.
 
     def has(self, group: int, digest: bytes) -> bool:
         name = group, digest
@@ -131,11 +129,8 @@ class DiskTier:
                 self._to_write.put((name, None))
 
     def drop_expected(self) -> None:
-        """Write no block that is still being copied to the host."""
         with self._lock:
             self._expected.clear()
-
-    # The thread that copies blocks to the host.
 
     def copied(self, key: Key, row: Row) -> None:
         """Write a block from the host's memory, unless too many wait."""
@@ -155,8 +150,6 @@ class DiskTier:
         self._open.clear()
         for _ in range(READERS):
             self._to_read.put(None)
-
-    # Background threads.
 
     def _write_all(self) -> None:
         while True:

@@ -72,7 +72,7 @@ def draft(
         logits = passes.begin(rows, slots, lengths)
         chosen = [_choose(model, logits, here, lengths)]
         for place in range(1, how.most):
-            # Mask rows beyond their slot's blocks, which belong to other requests.
+            # Mask other requests' blocks.
             is_inside = lengths + place <= capacity
             logits = passes.go_on(jnp.where(is_inside, slots, model.geometry.num_slots), lengths + place, chosen[-1])
             chosen.append(_choose(model, logits, here, lengths + place))
@@ -119,7 +119,7 @@ class _DecoderPasses(_Passes):
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
         super().__init__(model, how, params, state, batch)
-        if not (batch.shape.is_decode and batch.shape.drafts):  # else `begin` computes the missing tokens
+        if not (batch.shape.is_decode and batch.shape.drafts):
             decoder.forward(self._spec, self._params, batch.tokens, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -29,12 +29,12 @@ class Drafted(Generic[Leaf]):
 
     lengths: Leaf  # int32[S]
     tokens: Leaf  # int32[S, K]: drafts that follow the tokens
-    kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
+    kv: tuple[KvLayer[Leaf], ...] = ()
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
 
 class SamplePositions(NamedTuple):
-    """The tokens after which a step samples, see `batch.SamplePositions`."""
+    """See `batch.SamplePositions`."""
 
     slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]

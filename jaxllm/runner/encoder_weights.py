@@ -1,4 +1,4 @@
-"""Weights of a vision tower or of an encoder-decoder model's encoder."""
+"""Weights of an encoder."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
     def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
-        """`copied` is called in the thread after each success."""
         self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
@@ -128,7 +127,7 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
+        self._rows: dict[tuple[int, int], Row] = {}
         self._newest: dict[tuple[int, int], int] = {}  # plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
@@ -167,7 +166,6 @@ class HostTier:
         self._newest.clear()
 
     def receive(self, group: int, there: int, row: Row) -> None:
-        """Put content from elsewhere into a host block."""
         self._rows[group, there] = row
         self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
 
@@ -188,7 +186,7 @@ class HostTier:
                 written = self._programs[LOAD_PROGRAMS[group]](tuple(leaves[at] for at in own), targets, tuple(rows))
                 for at, leaf in zip(own, written, strict=True):
                     leaves[at] = leaf
-                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
                     jax.block_until_ready([leaves[at] for at in own[:1]])
         self._metrics.loaded_tokens += int(np.count_nonzero(loads[:, 0] == 0)) * self._geometry.block_size
         return tuple(leaves)
@@ -204,7 +202,6 @@ def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[l
 
 
 def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
-    """Compile the tier's programs, by name; `make` is that of `small_programs.compile_all`."""
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
@@ -242,7 +239,7 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
         padded = np.zeros(MOVED_BLOCKS, np.int32)
         padded[: len(piece)] = piece
         rows += to_host(program(leaves, padded)[: len(piece)])
-        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
+        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
             jax.block_until_ready(rows[-1])
     return rows
 
@@ -272,7 +269,7 @@ def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
-    return PartitionSpec(*leaf.sharding.spec)  # stages each have the rows of their layers
+    return PartitionSpec(*leaf.sharding.spec)
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:

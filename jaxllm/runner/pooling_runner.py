@@ -1,4 +1,4 @@
-"""The runner of a pooling model."""
+"""A pooling model's runner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PooledInFlight(NamedTuple):
 
 
 class PoolingRunner(Runner):
-    """Runs plans of prompts. Not thread-safe: one thread calls `dispatch`."""
+    """One thread calls `dispatch`."""
 
     programs: PoolPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -1,4 +1,4 @@
-"""Traces of an engine's steps by JAX's profiler, for Perfetto."""
+"""Traces of steps by JAX's profiler, for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import jax
 
 from jaxllm.errors import UserError
 
-DEFAULT_STEPS = 64  # the profiler keeps a million events, some thousand steps of a small model
+DEFAULT_STEPS = 64
 _log = logging.getLogger(__name__)
-span = jax.profiler.TraceAnnotation  # half a microsecond without a trace
+span = jax.profiler.TraceAnnotation
 
 
 class Profile:

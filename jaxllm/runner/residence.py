@@ -1,4 +1,4 @@
-"""A runner's weights and state may leave the device and return; programs stay."""
+"""A runner's weights and state away from the device."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Residence(ABC):
 
     def end_update(self, update: WeightUpdate) -> None:
         leaves, count = update.finished(), len(jax.tree.leaves(replace(self._params_shapes, draft=None)))
-        if any(leaf is None for leaf in leaves[count:]):  # dropped at level 2
+        if any(leaf is None for leaf in leaves[count:]):
             leaves[count:] = jax.tree.leaves(self._load_draft(progress=False))
         self._params = tuple(jax.block_until_ready([*map(_put, leaves, self._described)]))
         self._away, self._is_mixed = [], False

@@ -1,4 +1,4 @@
-"""Results of a step: joined into one array by the program, and split on the host."""
+"""A step's results: joined into one array by the program, split on the host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StepOutput:
     # Of steps that verify drafts; their log-probabilities are of every token.
     counts: np.ndarray | None = None  # int32[R]: accepted drafts plus one
     places: np.ndarray | None = None  # int[R]: of a row's first token in the log-probabilities
-    side: dict[str, Any] = field(default_factory=dict)  # of features, by name
+    side: dict[str, Any] = field(default_factory=dict)
 
 
 def join(sampled: Sampled) -> jax.Array:
@@ -84,10 +84,9 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
 
 
 def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
-    """Split the results of a program that verifies drafts."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:  # a chunk samples after its last token
+    if not plan.num_drafts:
         last = np.cumsum(plan.lengths) - 1
         arrays = {own.name: getattr(result, own.name) for own in fields(result)}
         return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})

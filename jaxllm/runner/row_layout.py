@@ -18,7 +18,7 @@ Row = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The content of a block of one group."""
+    """The arrays of a block of one group, and their conversion to bytes."""
 
     arrays: Sequence[jax.ShapeDtypeStruct]  # [n, …] of each kind, in the host's memory
     places: Sequence[tuple[int, int]]  # kind of each leaf, and index in its array

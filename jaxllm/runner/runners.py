@@ -1,4 +1,4 @@
-"""The table of runner classes, by type of head."""
+"""Runner classes by type of head."""
 
 from __future__ import annotations
 

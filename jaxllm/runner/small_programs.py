@@ -1,4 +1,4 @@
-"""The small programs of a runner, of one size: changes of the state before a step, and log-probabilities after it."""
+"""A runner's small programs, of one size: changes of the state before a step, and log-probabilities after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group
 
-PATCH_ENTRIES = 1024  # changes per call
+PATCH_ENTRIES = 1024
 PATCH_EXTRAS = 8  # requests per call: 26 kB each for a vocabulary of 152,000
 COPIED_BLOCKS = 16  # per call: 1.5 times the most that ten forking beams need
 COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group
@@ -114,7 +114,7 @@ class SmallPrograms:
                 places = np.zeros((SCORED_ROWS, 2), np.int32)
                 places[: len(piece)] = [(each.index, each.token) for each in piece]
                 found = self.programs[name](params, hidden, places)
-                # Wait: whole rows of a long prompt would exceed the device's memory.
+                # Wait: whole rows would exceed the device's memory.
                 scores.append((piece, np.asarray(found)[:, : self._vocab_size] if is_whole else found))
         return scores
 

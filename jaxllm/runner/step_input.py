@@ -1,4 +1,4 @@
-"""A step's inputs from the host."""
+"""A step's inputs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """The programs and host arrays of a step, for each process of an engine."""
+    """A step's programs and host arrays, for each process of an engine."""
 
     plan: Plan
-    way: ProgramKeys  # of the program, or of a held step's two halves
+    way: ProgramKeys
     buffer: np.ndarray  # int32[·], see batch.py
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]  # in argument order
+    adapters: tuple[int, ...]
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
     sources: SourceInputs | None = None

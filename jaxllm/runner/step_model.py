@@ -1,4 +1,4 @@
-"""The data that all programs of an engine share."""
+"""Data of all programs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ class StepModel:
     processors: Sequence[Processor]
     layout: Layout
     params: Params[jax.ShapeDtypeStruct]
-    state: Any  # describes a DeviceState or PoolState
+    state: Any
     kernels: Mapping[str, Choice]
     head: Head | None = None
     adapters: RowWeights | None = None
-    drafting: Drafting | None = None  # of an engine that verifies drafts
+    drafting: Drafting | None = None
     encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
     first_timestamp: int | None = None  # of a speech model, see timestamps.py
 
 
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
-    """Trace products with the chosen kernels."""
     ways = {
         "linear": pallas_kernels.linear_by,
         "fused_topk": pallas_kernels.fused_topk_by,

@@ -1,4 +1,4 @@
-"""Replace a runner's weights one by one, each old array before its successor is allocated."""
+"""Replace a runner's weights, each old array before its successor is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Holes = list[jax.Array | None]  # the leaves of the parameters; None: no array y
 
 
 class WeightUpdate:
-    """One update. `take` returns the current leaves, which the runner gives up, before the first is replaced."""
+    """`take` returns the current leaves, which the runner gives up, before the first is replaced."""
 
     def __init__(
         self, config: EngineConfig, setup: Setup, described: Params[jax.ShapeDtypeStruct], take: Callable[[], Holes]
@@ -42,7 +42,7 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}  # of incomplete weights
+        self._pending: dict[str, GivenTensor] = {}
         self._given: set[str] = set()
         self._leaves: Holes | None = None
         self.folder: Path | None = None
@@ -92,7 +92,6 @@ class WeightUpdate:
         self.folder = folder
 
     def finished(self) -> Holes:
-        """Return the new leaves; a draft model's are unchanged."""
         assert self._leaves is not None
         return self._leaves
 

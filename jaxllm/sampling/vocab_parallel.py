@@ -1,6 +1,6 @@
 """Reductions over a sharded vocabulary, bit-identical for any number of shards: sums are of integers.
 
-A shard holds columns [R, Vx] of [R, V], padded; ids index the whole vocabulary. Letters: G bounds tested at once.
+A shard holds columns [R, Vx] of [R, V], padded; ids index the whole vocabulary. G bounds tested at once.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Vocabulary:
         def search_unrolled() -> jax.Array:
             return lax.fori_loop(0, 32 // bits, settle, start, unroll=True)
 
-        # On GPU a loop would split the CUDA graph. On CPU it compiles five times faster, and is skipped if not needed.
+        # On GPU a loop would split the CUDA graph; on CPU it compiles five times faster.
         return _signed(lax.platform_dependent(cpu=search_with_loop, default=search_unrolled))
 
 

@@ -1,6 +1,6 @@
 """The pool of KV blocks: a value, and an editor that makes the next value from it.
 
-A block is used, cached (unused, with content in the prefix index), or free. Letters: N blocks in the pool.
+A block is used, cached (unused, with content in the prefix index), or free. N blocks in the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    In columns: tuples would be 200,000 objects for Python's garbage collector.
+    In columns: tuples would burden Python's garbage collector.
     """
 
     blocks: tuple[int, ...]
@@ -46,7 +46,7 @@ class Pool(NamedTuple):
     stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
     free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int  # with stale ones
+    num_entries: int
     oldest: Chunk | None  # cached blocks, least recently released first …
     newest: Chunk | None  # … continued in reverse: a two-list queue
     shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes
@@ -103,16 +103,13 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 
 
 class PoolEditor:
-    """The next value of a pool, within one call; copies each array at most once.
-
-    Copying them per request made a step with 6 admissions take 9 ms.
-    """
+    """The next value of a pool, within one call; copies each array at most once."""
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
         self._pool = pool
         self._references: np.ndarray | None = None
         self._stamps: np.ndarray | None = None
-        self._shards: Sequence[bytes] = pool.shards  # a list after a change
+        self._shards: Sequence[bytes] = pool.shards
         self._records = records
         self.changes: list[tuple[bool, bytes]] = []
         self.evicted: list[tuple[bytes, int]] = []
@@ -341,7 +338,7 @@ def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:
 
 def _place(shard: bytes, digest: bytes) -> int:
     at = shard.find(digest, 1)
-    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # a match across two entries
+    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):
         at = shard.find(digest, at + 1)
     return at
 

@@ -3,7 +3,7 @@
 The device drafts at the end of a step and verifies in the next, before the host has read the first. So the host counts
 a row of d drafts as 1 + d tokens, a bound that `commit` makes exact.
 
-Letters: R rows, S slots, K most drafts of a row.
+R rows, S slots, K most drafts of a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 1, 1  # drafts verified and accepted, at first: all are verified once
+PRIOR = 1, 1  # drafts verified and accepted, at first
 WINDOW = 16  # drafts verified before both counts are halved
 PROBE_ROWS = 64  # rows until a request without profitable drafts retries
 _RATES = 32
@@ -50,7 +50,7 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     """
     slots = editor.slots
     drafts = wanted(editor, limits, rows)
-    lengths = slots.num_computed[rows]  # before this step
+    lengths = slots.num_computed[rows]
     proposes = bool(drafts.any())
     drafts *= slots.has_drafts[rows]
     if slots.has_drafts.any() or proposes:

@@ -3,8 +3,8 @@
 A segment is a run of placeholder tokens, which get an image's embeddings. A plan encodes the images that its chunks
 read, if not cached; a chunk ends before an image that exceeds budget or room.
 
-The cache is an array of units, each of a fixed number of embeddings. Images are evicted in order of last use, except
-those that are being read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
+The cache is an array of units of equally many embeddings. Images are evicted in order of last use, except those being
+read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxllm.scheduler.block_pool import chain
 class Segment(NamedTuple):
     """An image in a prompt."""
 
-    start: int  # of its first placeholder
+    start: int
     length: int  # tokens
     digest: bytes  # of all that its embeddings depend on
 
@@ -43,7 +43,7 @@ class Encode(NamedTuple):
 
 
 class EncoderCache(NamedTuple):
-    """The encoder's outputs on the device."""
+    """The encoder's cached outputs."""
 
     entries: tuple[Encoded, ...]  # least recently used first
     free: tuple[int, ...]  # units, taken from the end
@@ -122,7 +122,6 @@ class EncoderEditor:
         return length
 
     def forget(self, segments: Sequence[Segment]) -> None:
-        """Remove a failed request's images."""
         for segment in segments:
             self._free += self._entries.pop(segment.digest, ())
 

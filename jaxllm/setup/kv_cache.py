@@ -1,4 +1,4 @@
-"""The paged KV cache on the device: sizes of blocks, and arrays of each layer.
+"""The paged KV cache on the device.
 
 Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model with both kinds
 (scheduler/windowed.py).
@@ -37,7 +37,6 @@ class Geometry:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
     @property
@@ -68,7 +67,7 @@ class KvLayer(NamedTuple, Generic[Leaf]):
 def most_stores(max_step_tokens: int, block_size: int) -> int:
     """Return the most blocks of a group that wait on the device to be copied to the host's tier.
 
-    A prompt evicts all its blocks at once. Those of two full steps are copied while one of them runs.
+    A prompt evicts its blocks at once. Those of two full steps are copied while one runs.
     """
     return max(256, 2 * max_step_tokens // block_size)
 

@@ -1,4 +1,4 @@
-"""A digest of everything that the content of a KV block depends on except tokens, adapters and salts."""
+"""A digest of all that a KV block depends on except tokens, adapters and salts."""
 
 from __future__ import annotations
 

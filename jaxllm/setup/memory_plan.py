@@ -1,4 +1,4 @@
-"""Divide a device's memory among weights, temporaries of programs, slots and KV blocks."""
+"""Divide a device's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The memory of one device."""
+    """A device's memory."""
 
     free: int | None  # bytes before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
@@ -24,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed:
-    """Windowed layers with a separate pool (scheduler/windowed.py)."""
+    """Windowed layers (scheduler/windowed.py)."""
 
     window: int  # tokens
     block: int  # bytes of one block of all these layers
@@ -37,7 +37,7 @@ class Need:
     """The memory that a model needs on each device, in bytes unless noted."""
 
     weights: int
-    temporaries: int  # of the largest program
+    temporaries: int
     is_measured: bool  # read from programs; else a high estimate
     slots: int  # block tables, tokens and sampling numbers
     block: int  # all layers, or all without windows
@@ -105,7 +105,6 @@ class MemoryPlan:
 
     @property
     def host_blocks(self) -> tuple[int, int]:
-        """Blocks of the host's tier, by group of layers, in the proportion of the device's."""
         need, windowed = self.need, self.need.windowed
         if windowed is None:
             return need.host // need.block, 0
@@ -117,7 +116,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
     Raises UserError, with the missing bytes and a remedy, if the weights do not fit, or the blocks cannot hold the
-    user's `max_model_len`. By default the length is the model's, or as much as the blocks hold.
+    user's `max_model_len`, by default the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None
@@ -159,7 +158,7 @@ def coarse(num_blocks: int) -> int:
 
 
 def _rounded(num_blocks: int, longest: int, asked: Asked) -> int:
-    """Round down with `coarse`, but if possible not below `longest`, the blocks of one sequence."""
+    """Round down to four binary digits, but if possible not below `longest`, the blocks of one sequence."""
     if num_blocks < longest and asked.max_model_len is None:
         return coarse(num_blocks)
     return max(coarse(num_blocks), min(num_blocks, longest))

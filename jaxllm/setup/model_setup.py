@@ -170,8 +170,7 @@ def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: 
 def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
     """Return the type of the cache's arrays, and of 8-bit floats that they store as bytes, if any.
 
-    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: 72 MiB of temporaries for a pool of 32
-    (jax 0.12).
+    On a CPU XLA would convert the whole pool of 8-bit floats in every layer (jax 0.12).
     """
     if config.kv_cache_dtype == "auto":
         return dtype, None
@@ -273,7 +272,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     most = described.most_tokens
     longest = config.max_model_len or recorded.get("max_model_len") or most
     slots, tokens = step_sizes(config, recorded, is_cpu, head is not None)
-    if not spec.is_causal and tokens < longest:  # prompts are computed whole
+    if not spec.is_causal and tokens < longest:
         if config.max_num_batched_tokens is not None:
             raise UserError(
                 f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({longest}), because "
@@ -330,7 +329,10 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
 
 
 def decoder_start(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the tokens with which a decoder without a prompt begins; `settings` of both files."""
+    """Return the tokens with which a decoder without a prompt begins; raise UserError for others than ids.
+
+    `settings` are those of config.json and generation_config.json.
+    """
     first = settings.get("decoder_start_token_id")
     found = settings.get("bos_token_id") if first is None else first, settings.get("forced_bos_token_id")
     if any(token is not None and (type(token) is not int or token < 0) for token in found):
@@ -386,8 +388,8 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the number of slots and the tokens of a step.
 
-    The user's numbers take precedence over the manifest's, `recorded`, which is ignored if only one of the two is
-    deterministic. A deterministic step always computes its full size, which is therefore small.
+    The user's numbers precede the manifest's, `recorded`, which is ignored if only one of the two is deterministic. A
+    deterministic step always computes its full size, which is therefore small.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}
@@ -395,7 +397,7 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
     if config.deterministic:
         usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
-    elif pools:  # a prompt takes few steps
+    elif pools:
         usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
@@ -448,7 +450,6 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
-        # See DeviceState.
         slots=4
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
@@ -594,9 +595,8 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
 
 
 def _guess(setup: Setup) -> int:
-    """Return a high estimate of the largest program's temporaries."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
-    if spec.experts is not None:  # outputs of each token's experts, twice
+    if spec.experts is not None:
         widest = max(widest, 2 * spec.experts.per_token * spec.width)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

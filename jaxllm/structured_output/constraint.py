@@ -1,4 +1,4 @@
-"""The progress of one output through its grammar."""
+"""An output's progress through its grammar."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Preamble:
 
     # Texts, and the grammars after each; before a mark all tokens but ends are allowed. Empty: constrained throughout.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
-    # Prefixes of an unconstrained part.
     openings: tuple[bytes, ...] = ()
 
 
@@ -50,7 +49,7 @@ class Constraint:
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # union over all grammars: int32[W]
         self._marks = way.marks
-        self.openings = way.openings  # remainders that match so far
+        self.openings = way.openings
         self.matchers: list[LLMatcher] = []
         self._is_free = bool(way.marks) and not way.openings
         if not self._is_free:
@@ -113,7 +112,7 @@ class Constraint:
             else:
                 for matcher in self.matchers:
                     matcher.consume_token(token)
-        except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
+        except (OverflowError, TypeError, ValueError) as error:
             self.fail(str(error))
         self.check()
 

@@ -30,8 +30,7 @@ class Vocabulary:
             raise combinations.refusal("structured_outputs", combinations.NO_END)
         self._tokenizer = tokenizer
         self.eos_ids = frozenset(eos)
-        # Tokens without bytes are never allowed: special ones, so that no expression matches them. llguidance allows
-        # ends by id.
+        # Tokens without bytes are never allowed: special ones, so that no expression matches them.
         silent = tokenizer.special_ids.union(eos)
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
         written = set(texts)
@@ -48,7 +47,6 @@ class Vocabulary:
         self.allowed = _mask(np.array([bool(text) for text in texts]) | np.isin(np.arange(vocab_size), eos))
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token's bytes within a text; special tokens as spelled."""
         piece = self._tokenizer.piece(token)
         return piece if isinstance(piece, bytes) else piece[1].encode()
 

@@ -1,6 +1,6 @@
 """Adapters' tokenizers, run in another process.
 
-`piece` is a table lookup, safe in engine steps. Methods that encode or render call the process: not for an event loop.
+Methods that encode or render call the process: not for an event loop.
 """
 
 from __future__ import annotations
@@ -138,4 +138,4 @@ class ConfinedTokenizer(ConfinedTemplates):
         return None if token is None else self.token_id(token)
 
     def _is_foreign(self, template: str) -> bool:
-        return True  # this tokenizer encodes the model's template too
+        return True

@@ -177,7 +177,6 @@ class Process:
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
-        """Record a tokenizer of the process; return whether it caches others."""
         self.sources[source] = None
         self.sources.move_to_end(source)
         if len(self.sources) > MOST_KEPT:
@@ -185,7 +184,7 @@ class Process:
         return len(self.sources) > 1
 
     def ask(self, frame: bytes, seconds: float) -> dict[str, Any]:
-        """Send a task and return its answer; `seconds` of CPU time exclude reading the tokenizer."""
+        """Send a task and return its answer, or why it "failed"; `seconds` of CPU time exclude reading tokenizers."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
             rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)

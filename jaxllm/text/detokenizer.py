@@ -45,7 +45,7 @@ def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParam
             break
         tail.append(piece)
         if decoding.byte_tokens == "level" and sum(map(len, tail)) >= 3:
-            break  # the most of an incomplete UTF-8 character
+            break
     joined = b"".join(reversed(tail))
     if decoding.byte_tokens == "level":
         pending = joined[-3:]
@@ -70,7 +70,7 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
         return _advance_bytes(state, tokenizer.decoding, b"".join(pieces))  # type: ignore[arg-type]
     text: list[str] = []
     strip = tokenizer.decoding.strip
-    # As in vLLM: between output tokens, for added ones, if special tokens are shown.
+    # As in vLLM.
     spaced = state.params.spaces_between_special_tokens or state.params.skip_special_tokens
     for token_id, piece in zip(shown, pieces, strict=True):
         if isinstance(piece, bytes):
@@ -110,7 +110,7 @@ def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[
     buffer = state.pending + new
     text, settled = _decode_settled(buffer)
     if state.prompt_bytes and _unfinished(buffer[: state.prompt_bytes + 1]) is None:
-        text = text[1:]  # that U+FFFD is the prompt's
+        text = text[1:]
     if state.is_start and decoding.strip and text:
         text = text.removeprefix(decoding.strip)
     if settled == len(buffer) and not state.pending and not state.is_start:
@@ -156,7 +156,6 @@ def _unfinished(data: bytes) -> bytes | None:
 
 
 def _begins_surrogate(rest: bytes) -> bool:
-    """Detect surrogates, which CPython treats as incomplete."""
     return rest[:1] == b"\xed" and rest[1:2] >= b"\xa0"
 
 

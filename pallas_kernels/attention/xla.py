@@ -1,6 +1,6 @@
 """Paged attention in plain JAX: a loop over blocks with online softmax (Milakov & Gimelshein 2018).
 
-Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. Letters: B rows, Y tiles, G
+Ends at the longest sequence: 10 to 66 times faster on a CPU than gathering all blocks. B rows, Y tiles, G
 query heads per KV head, S keys per iteration.
 """
 
@@ -13,8 +13,8 @@ from jax import Array, lax
 
 from pallas_kernels.attention.arguments import AttentionArgs, Tiles
 
-# On two cores, 16 sequences of 1,024 tokens, 14 query and 2 KV heads of 64: 4.2 ms with 64 keys, 6.0 with 32, 5.2 with
-# 128; separate blocks [B, n, K, P, C] 19 ms.
+# Two cores, 16 sequences of 1,024 tokens, 14 query and 2 KV heads of 64: 4.2 ms with 64 keys, 6.0 with 32, 5.2 with
+# 128.
 KEYS = 64
 
 # Below every score, and finite: infinities' difference is NaN.

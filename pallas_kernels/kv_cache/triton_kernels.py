@@ -1,6 +1,6 @@
 """Cache writes on NVIDIA GPUs in Triton: rotary embedding and both stores in one kernel.
 
-Small models' decode steps are bound by launches (measured on 8.0 and 9.0).
+Small models' decode steps are bound by launches.
 """
 
 # pyright: reportMissingImports=false
@@ -90,7 +90,6 @@ def rotate_and_store(
             turned = first * c - second * s
             second = second * c + first * s
             first = turned
-        # Once, for any cache.
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
     else:

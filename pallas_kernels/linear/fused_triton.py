@@ -1,7 +1,4 @@
-"""Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations, which need complete sums.
-
-Few programs get more loads in flight: faster on an H100 than splitting columns.
-"""
+"""Products of few tokens for NVIDIA GPUs in Triton, fused with adjacent operations, which need complete sums."""
 
 # pyright: reportMissingImports=false
 

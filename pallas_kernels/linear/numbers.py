@@ -1,4 +1,4 @@
-"""Formats of quantized weights, and dequantization. Letters: O rows, D columns, G groups of columns."""
+"""Formats of quantized weights, and dequantization. O rows, D columns, G groups of columns."""
 
 from __future__ import annotations
 

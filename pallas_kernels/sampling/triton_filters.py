@@ -6,7 +6,7 @@ exact in any order; `cut` finds the thresholds' bins; `pick` draws noise for tok
 
 Tokens more than 20.8 below the maximum have no mass, and noise spans at most 20.42: bins reach at most FARTHEST.
 
-Letters: V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
+V vocabulary, G groups of columns, BN columns of a program, BL listed tokens and BD tokens with noise per
 iteration.
 """
 
@@ -130,7 +130,10 @@ def frame(
     GP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Determine a row's bins and clear them; grid (rows). PP and GP are padded PIECES and G."""
+    """Join a row's pieces into `frames`, which place its bins, and clear the bins; grid (rows).
+
+    PP and GP are padded PIECES and G.
+    """
     row = tl.program_id(0)
     bins = row * BINS + tl.arange(0, BINS)
     tl.store(counts + bins, tl.zeros((BINS,), tl.int32))
@@ -296,7 +299,7 @@ def pick(
             tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
         own = kept + part.to(tl.int64) * BN
         tl.store(own + (before & 0xFFFF), within.to(tl.int16), mask=is_kept)
-        tl.debug_barrier()  # other threads wrote it
+        tl.debug_barrier()
         num_kept = both & 0xFFFF
         for at in range(0, num_kept, BD):
             places = at + tl.arange(0, BD)
@@ -304,7 +307,7 @@ def pick(
             columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
             known = _scaled(logits, columns, is_there, temperature, row)
             scores = _drawn(known, columns, temperature, keys, positions, row)
-            is_better = scores > highest  # ids are ascending
+            is_better = scores > highest
             highest = tl.where(is_better, scores, highest)
             found = tl.where(is_better, columns, found)
     score = tl.max(highest, 0)
@@ -368,7 +371,7 @@ def settle(
         other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
-    tl.store(tokens + row, tl.where(token < V, token, 0))  # none passes if none is finite
+    tl.store(tokens + row, tl.where(token < V, token, 0))
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """LoRA adapters of a server by name.
 
-Clients select an adapter as the model. Each load gets a new `LoRARequest` number, which distinguishes a reloaded
-adapter. Runs on the event loop.
+Clients select an adapter as the model. Each load gets a new `LoRARequest` number. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ class ServedAdapters:
         await asyncio.shield(load)
 
     def unload(self, name: str) -> None:
-        """Remove an adapter for new requests; running ones keep it."""
+        """Remove an adapter for new requests; running ones keep it. Raises AdapterNotFoundError."""
         self._check_enabled()
         if not name:
             raise UserError("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -145,7 +144,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:  # "/" hides no folder name
+                if root != root.parent:
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -175,7 +174,6 @@ class ServedAdapters:
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """Parse `--lora-modules`: NAME=PATH or a JSON object each."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -202,13 +200,13 @@ def _module_of(text: str) -> tuple[object, object]:
 
 
 def _folder_of(root: Path, name: str, path: str) -> Path:
-    """Return an adapter's folder; raise UserError if it, or a symlink in it, leads outside `root`."""
+    """Return an adapter's folder; raise UserError if it is missing, or leads outside `root`, perhaps by a link."""
     try:
         folder = (root / path).resolve()
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):  # invalid path or symlink loop
+    except (OSError, ValueError, RuntimeError):
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

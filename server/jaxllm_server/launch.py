@@ -42,18 +42,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
 CLOSE_SECONDS = 3.0
-FAREWELL_SECONDS = 1.0  # to deliver the last errors
-SECOND_SIGNAL = 130  # the shell's exit code for ^C
+FAREWELL_SECONDS = 1.0
+SECOND_SIGNAL = 130
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
-    """Make a server, not yet started; raise UserError for missing packages or impossible options."""
+    """Make a server, not yet started, and configure logging and the limit of open files.
+
+    Raises UserError for missing packages or impossible options.
+    """
     try:
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:  # not a broken package's ImportError
+    except ModuleNotFoundError as error:
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -61,7 +64,6 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
-    """Run a server until it stops; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
@@ -69,15 +71,13 @@ def serve(server: Server) -> int:
 
 def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(
-        RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
-    )  # any connection can cause these
+    handler.addFilter(RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener"))
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
-    # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
+    # gRPC logs invalid UTF-8 in metadata, perhaps a key.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 
@@ -169,7 +169,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:  # or ssl.SSLError
+        except (OSError, ValueError) as error:
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
@@ -225,7 +225,6 @@ class Server:
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
-        """Close the front ends, within `grace` seconds, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:

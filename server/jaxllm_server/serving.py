@@ -98,7 +98,10 @@ class Serving:
         self.engine.check_queue(num_samples, 0, len(calls))
 
     def params_of(self, call: Call) -> SamplingParams:
-        """Return the call's sampling parameters, completed from generation_config.json and neutral values."""
+        """Return the call's sampling parameters, completed from generation_config.json; raise UserError if refused.
+
+        Those of a beam search or of forced calls are restricted accordingly.
+        """
         given = dict(call.sampling)
         self._check_bounds(given)
         if call.scores_prompt:
@@ -153,7 +156,7 @@ class Serving:
             num_bytes = len(said or "") + len(source.get("prompt") or "")
             entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]  # may open the reasoning
+                ids = prompt["prompt_token_ids"]
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -231,7 +234,7 @@ class Serving:
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:  # hides its path
+        except UserError as error:
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 

@@ -1,4 +1,4 @@
-"""The feature of speculative decoding; see scheduler/drafting.py."""
+"""Speculative decoding; see scheduler/drafting.py."""
 
 from __future__ import annotations
 

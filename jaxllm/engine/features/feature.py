@@ -40,7 +40,7 @@ class Core:
 
 
 class Masks(NamedTuple):
-    """The tokens that rows of a held step may sample. Letters: R rows, W words of 32 tokens."""
+    """The tokens that rows of a held step may sample. R rows, W words of 32 tokens."""
 
     words: np.ndarray  # int32[R, W]: a bit for each token
     is_masked: np.ndarray  # bool[R]: rows with a mask; or int8[R], their kinds in runner/timestamps.py
@@ -155,7 +155,6 @@ class Features:
 
 
 def both(masks: Sequence[Masks]) -> Masks:
-    """Return the intersection of one or more masks."""
     first, *others = masks
     for other in others:
         words = np.where(first.is_masked[:, None], first.words, -1) & np.where(

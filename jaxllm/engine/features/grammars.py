@@ -1,6 +1,6 @@
 """Structured output: token masks of grammars, and tokens that a grammar forces.
 
-A row whose mask misses the time limit is late: it yields no token and is recomputed. Letters: R rows, W words of a
+A row whose mask misses the time limit is late: it yields no token and is recomputed. R rows, W words of a
 mask, V vocabulary.
 """
 
@@ -31,14 +31,13 @@ from jaxllm.structured_output.slow_masks import SlowMasks
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
-LEAST_FORCED = 2  # fewer are not worth discarding the row in flight
+LEAST_FORCED = 2
 # Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, not 36 ms. Fewer are sampled.
 FORCED_PER_ROW = 0.5
 # Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads take the
 # rest.
 CONSUME_SECONDS = 0.02
-# Time limit for a step's masks; other threads make those of expensive grammars. With 126 such outputs on two cores, a
-# stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
+# Time limit for a step's masks; other threads make those of expensive grammars.
 MASK_SECONDS = 0.05
 
 
@@ -218,7 +217,6 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, sequence: Sequence, forced: list[int]) -> bool:
-        """Advance a grammar by forced tokens; return False if it failed."""
         constraint = self._constraint(sequence)
         with _failing(sequence, constraint):
             for token in forced:

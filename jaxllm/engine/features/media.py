@@ -39,7 +39,7 @@ class RequestImages(NamedTuple):
 
 
 class NoImages(Feature):
-    """Refuses images to a model without a vision tower."""
+    """Refuses images without a tower."""
 
     name = "media"
 
@@ -66,7 +66,6 @@ class Images(Feature):
         self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
 
     def claim(self, accepted: Accepted) -> None:
-        """Preprocess the images of a request and repeat their placeholders."""
         given = accepted.given
         if not isinstance(given, Mapping) or KEY not in given:
             return
@@ -130,7 +129,6 @@ class Images(Feature):
         self._has_grids[slot], self._shifts[slot] = bool(grids), shift_of(grids)
 
     def inputs(self, step: StepInput) -> None:
-        """Send images to encode, the rows of placeholders, and positions."""
         plan = step.plan
         encodes: list[tuple[Prepared, np.ndarray]] = []
         for each in plan.encodes:

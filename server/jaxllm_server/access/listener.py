@@ -9,15 +9,14 @@ import ssl
 from collections.abc import Callable
 
 _log = logging.getLogger("jaxllm.server.listener")
-RETRY_SECONDS = 1.0  # as asyncio's servers and gRPC
+RETRY_SECONDS = 1.0
 _MOST_AT_ONCE = 64
 
 
 class Listener:
     """Accepts connections; pauses without free descriptors.
 
-    uvloop would retry without pause if another thread takes libuv's spare descriptor (100 % of a core in every second
-    trial, measured).
+    uvloop would retry without pause if another thread takes libuv's spare descriptor (100 % of a core, measured).
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return  # backlog empty, or client gone
+                return
             except OSError as error:
                 self._pause(error)
                 return
@@ -76,7 +75,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:  # the client disconnected, or does not use TLS
+        except OSError:
             connection.close()
         except Exception:
             connection.close()

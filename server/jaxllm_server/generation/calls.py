@@ -1,4 +1,4 @@
-"""Requests and results of any protocol, as plain data."""
+"""Requests and results, as plain data."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Call:
     kv_transfer_params: Mapping[str, Any] | None = None
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
-    scores_prompt: bool = False  # hide the one generated token
+    scores_prompt: bool = False
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Builds the JSON schema of an answer that must call tools. Pure.
 
-As in vLLM (tool_parsers/utils.py, get_json_schema_from_tools), except that a tool without parameters takes only `{}`,
-and references are local to each tool.
+As in vLLM (tool_parsers/utils.py), except that a tool without parameters takes only `{}`, and references are local to
+each tool.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxllm_server.generation.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
-_VALUES = ("enum", "const", "default", "examples")  # contain values, not schemas
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Converts exceptions to gRPC statuses with google.rpc details. Pure."""
+"""Converts exceptions to gRPC statuses. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Failure:
     """A failed call's status."""
 
     code: str
-    status: status_pb2.Status  # grpc-status-details-bin; its message is the call's
+    status: status_pb2.Status
     pushback_ms: int | None  # grpc-retry-pushback-ms
 
 
@@ -77,7 +77,6 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
-    """Return the path of the field that a parameter names."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

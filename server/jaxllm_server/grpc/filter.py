@@ -28,12 +28,12 @@ from jaxllm_server.grpc.frames import FrameCheck, FrameError
 READ_BYTES = 32 * 1024
 CORE = "core"
 # In price units: 6,144 calls per second, burst 2,048, on all connections; more are delayed, except 64 per second, burst
-# 16, per connection, which spares other clients.
+# 16, per connection.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20  # bounds the delay
+MAX_DEBT = 4 << 20
 _FLUSH_SECONDS = 2.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05
 
@@ -74,10 +74,10 @@ class Filter:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self.clients: set[Client] = set()
         self._debt = 0.0  # unpaid price …
-        self._counted = 0.0  # … at this time
+        self._counted = 0.0
         self._num_unnamed = 0
 
     async def run(self) -> None:
@@ -108,7 +108,7 @@ class Filter:
         return (self._debt - BURST) / RATE
 
     def connect(self, peer: Any) -> socket.socket:
-        """Connect to the core from a socket named after the client's address."""
+        """Connect to the core from a Unix socket, at a path with the client's address."""
         if isinstance(peer, tuple):
             name = f"ipv6:[{peer[0]}]:{peer[1]}" if ":" in peer[0] else f"ipv4:{peer[0]}:{peer[1]}"
         else:
@@ -162,12 +162,12 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:  # the backlog is full
+            except BlockingIOError:
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
-            except OSError:  # the server is stopping
+            except OSError:
                 self.transport.abort()
                 return
         if self.transport.is_closing():
@@ -211,7 +211,6 @@ class Client(asyncio.BufferedProtocol):
                 self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
-        """Pause reading; calls nest."""
         self._pauses += 1
         if self._pauses == 1 and not self.transport.is_closing():
             self.transport.pause_reading()

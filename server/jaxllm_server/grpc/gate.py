@@ -37,8 +37,7 @@ _FAREWELL_SECONDS = 5.0
 # After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health checks need no key and may announce any size. Valid ones arrive with the call's first packet; of slow ones, a
-# new one replaces the oldest (256 MiB by default).
+# Health checks need no key and may announce any size. Of slow ones, a new one replaces the oldest (256 MiB by default).
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05
@@ -66,7 +65,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._stall_timeout = stall_timeout
         # One connection may use seven eighths.
         self._calls = CallLimit("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health: dict[asyncio.Timeout, float] = {}  # start times, oldest first
+        self._health: dict[asyncio.Timeout, float] = {}
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
         self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
@@ -158,7 +157,7 @@ class Gate(grpc.aio.ServerInterceptor):
             raise self._did_not_come() from None
 
     def _did_not_come(self) -> DeadlineError:
-        """Return the error for a late message; free its memory after one second."""
+        """Return the error for a late message; return freed memory to the system a second later."""
         if self._returns_memory is None:
             self._returns_memory = asyncio.get_running_loop().call_later(1.0, self._return_memory)
         return DeadlineError("The message was not received in time.")
@@ -247,7 +246,6 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
-        # Break a cycle that would keep the message.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))

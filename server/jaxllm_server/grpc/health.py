@@ -33,13 +33,12 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self) -> None:
         self._statuses: dict[str, Status] = {}
-        self._changed = asyncio.Event()  # replaced at each change: every watcher wakes once
+        self._changed = asyncio.Event()
         self._is_closed = False
         self._watches = CallLimit("watches", MAX_WATCHES, MAX_WATCHES_EACH)
         self.set_state("loading")
 
     def set_state(self, state: str) -> None:
-        """Report a state of `AsyncLLM.state`, unless closed."""
         if self._is_closed:
             return
         inference = _SERVING if state == "serving" else _NOT_SERVING

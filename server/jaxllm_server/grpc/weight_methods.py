@@ -1,4 +1,4 @@
-"""Weight and sleep methods of `jaxllm.v1.ControlService`."""
+"""Weight and sleep methods."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _KEY = 1  # field number
 
 
 class _Shape(NamedTuple):
-    """A message type's checked parts."""
+    """The fields to check of a message type."""
 
     name: str
     has_integer_keys: bool  # an entry of such a map

@@ -29,7 +29,7 @@ _MOST_TOLD = 256  # clients can invent any number
 
 
 class Answering:
-    """Reads bodies into replies and prepares their answers; one per server."""
+    """Reads bodies and prepares answers; one per server."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving
@@ -65,10 +65,10 @@ class Answering:
         return {"id": f"{reply.id_prefix}{reply.request_id}", "created": int(time.time()), "model": model}
 
     def parts(self, request: Request, reply: CallsReply) -> dict[str, Any]:
-        """Return an `Answer`'s fields; set `client_id` in the reply's calls."""
+        """Return an `Answer`'s fields; set `client_id` of the calls, and report ignored fields."""
         record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):  # an invalid one is refused later
+        if is_request_id(reply.request_id, self.options):
             record["name"] = record["name"].replace(record["request_id"], reply.request_id)
         if record["client_id"] is not None:
             reply.calls = [replace(call, client_id=record["client_id"]) for call in reply.calls]

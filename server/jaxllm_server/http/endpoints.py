@@ -1,4 +1,4 @@
-"""HTTP routes; handlers for text and tokens."""
+"""HTTP routes."""
 
 from __future__ import annotations
 

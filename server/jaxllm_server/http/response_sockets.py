@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/responses (WebSocket)"
 MOST_SECONDS = 3600.0  # per connection, as at OpenAI
-KEPT = "jaxllm.kept"  # scope key: `ConnectionResponses`
+KEPT = "jaxllm.kept"
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",
@@ -152,7 +152,7 @@ class _Turn:
             await self._socket.send(_error(self._status, json.loads(self._rest)["error"]))
 
     async def _send_event(self, event: bytes) -> None:
-        """Send an event, except `error`: a failed response has one terminal event."""
+        """Send an event, except `error`, and note a failure: a failed response has one terminal event."""
         self.has_failed |= event.startswith(_FAILED)
         if not event.startswith(_ERROR):
             await self._socket.send(event.partition(b"\ndata: ")[2])

@@ -1,4 +1,4 @@
-"""A route's handler and description."""
+"""Routes."""
 
 from __future__ import annotations
 

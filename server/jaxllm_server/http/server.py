@@ -1,4 +1,4 @@
-"""uvicorn's server on listening sockets."""
+"""uvicorn's server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the caller."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

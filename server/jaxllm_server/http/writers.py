@@ -1,4 +1,4 @@
-"""Serializes answers, whole or in the API's streaming format."""
+"""Serializes answers."""
 
 from __future__ import annotations
 

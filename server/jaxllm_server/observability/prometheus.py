@@ -30,7 +30,7 @@ from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import control_pb2, inference_pb2
 
-OTHER = "other"  # label of values outside the closed sets
+OTHER = "other"
 HTTP_ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -84,7 +84,7 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-CLIENT_GONE = 499  # nginx's, not in HTTPStatus
+CLIENT_GONE = 499
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {
@@ -229,7 +229,6 @@ class PrometheusObserver(Collector):
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, engine: EngineView, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
-        """`number` is the engine's index in a fleet."""
         self._engine = engine
         self.adapters = adapters
         self._labels = {"model_name": model_name, "engine": str(number)}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
-_MOST_CHARACTERS = 256  # of an error
+_MOST_CHARACTERS = 256
 FAREWELL_SECONDS = 2.0
 
 
@@ -60,11 +60,11 @@ class Tracer:
         return tracer_to(exporter_to(endpoint))
 
     def start(self, traceparent: str | None, name: str, attributes: Mapping[str, Attribute | None]) -> Span:
-        """Start the task's current span, in the client's trace if valid."""
+        """Start the task's current span, in the client's trace if valid; here one without effect."""
         return NO_SPAN
 
     def close(self) -> None:
-        """Export the remaining spans, within two seconds, and stop."""
+        """Export the remaining spans, within two seconds, and stop; here nothing."""
 
 
 def request_attributes(
@@ -178,7 +178,6 @@ def tracer_to(exporter: SpanExporter) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
-    # `close` flushes; at exit this could hang.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

@@ -17,7 +17,7 @@ from jaxllm_server.speech.service import Progress, SpeechCall
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 GRANULARITIES = ("segment", "word")
 _TIMED = ("srt", "vtt", "verbose_json")
-_LISTS = ("timestamp_granularities", "include")  # sent as `name[]`, once for each item
+_LISTS = ("timestamp_granularities", "include")
 
 
 class TranscriptionReply:
@@ -83,11 +83,9 @@ class TranscriptionReply:
 
     @property
     def media_type(self) -> str:
-        """The type of a complete answer."""
         return "text/plain; charset=utf-8" if self.format in ("text", "srt", "vtt") else "application/json"
 
     def response(self, made: Transcription) -> dict[str, Any] | str:
-        """Return the complete answer: an object, or a text."""
         if self.format == "text":
             return f"{made.text}\n"
         if self.format in ("srt", "vtt"):
@@ -116,7 +114,6 @@ class TranscriptionReply:
         return parts
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
-        """Return the events of new text."""
         events: list[dict[str, Any]] = []
         new = progress.text[len(self._sent) :]
         if new and progress.text.startswith(self._sent):

@@ -32,7 +32,7 @@ _UNBUILT = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "functions": ([],),  # former names of tools and tool_choice
+    "functions": ([],),
     "function_call": ("none", "auto"),
 }
 _FIELDS = (
@@ -98,8 +98,7 @@ class ChatReply:
         choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
-            # A forced call has no content to constrain, as in vLLM (tool_parsers/abstract_tool_parser.py,
-            # adjust_request).
+            # A forced call has no content to constrain, as in vLLM.
             sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
             Call(
@@ -281,7 +280,6 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
-    """Return the reasoning under vLLM's name and DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

@@ -36,7 +36,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
     effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:
         kwargs["reasoning_effort"] = effort
-        kwargs.setdefault("enable_thinking", effort != "none")  # as in vLLM: most templates ignore reasoning_effort
+        kwargs.setdefault("enable_thinking", effort != "none")
     return ({} if written is None else {"written_ids": written}) | {
         "messages": messages_of(messages, may_be_empty=written is not None),
         "tools": _tools(fields.get("tools")),
@@ -68,7 +68,7 @@ def _written_ids(fields: Body) -> list[int] | None:
 
 
 def with_transferred_ids(body: Body) -> Body:
-    """Move `prompt_token_ids` out of `kv_transfer_params`, where vLLM's routers put it; other keys stay."""
+    """Move `prompt_token_ids` out of `kv_transfer_params`, vLLM's place; raise UserError if both differ."""
     transfer = body.get("kv_transfer_params")
     if not isinstance(transfer, dict) or transfer.get("prompt_token_ids") is None:
         return body
@@ -81,7 +81,7 @@ def with_transferred_ids(body: Body) -> Body:
 def _thinking(fields: Body) -> dict[str, Any]:
     """Return template variables for the switches `enable_thinking`, `think` and `thinking`, which must not differ.
 
-    Sets `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang's protocol.py.
+    Sets `enable_thinking` for Qwen and GLM, `thinking` for DeepSeek and Kimi, as in SGLang. `think` may be an effort.
     """
     said: dict[str, Any] = {"enable_thinking": flag(fields, "enable_thinking", None)}
     level = fields.get("think")

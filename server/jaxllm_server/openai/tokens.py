@@ -18,7 +18,6 @@ DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 
 def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
-    """Return the call, and whether to return the tokens' spellings."""
     is_chat = "messages" in body
     fields = given(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, policy, ignored)
     if is_chat:
@@ -39,7 +38,6 @@ def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str
 def detokenize_request_of(
     body: Body, policy: str = "refuse", ignored: list[str] | None = None
 ) -> tuple[str, list[int]]:
-    """Return the model's name and unchecked token ids."""
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or types_of(tokens) - {int}:

@@ -1,4 +1,4 @@
-"""Parsers for tool calls under a grammar, for all models; other text is content."""
+"""Parsers for calls under a grammar."""
 
 from __future__ import annotations
 

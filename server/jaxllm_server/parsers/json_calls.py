@@ -248,8 +248,7 @@ class GraniteParser(ListCalls):
 class MistralParser(GraniteParser):
     """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` per call, between text.
 
-    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, optional as in vLLM
-    (mistral-common, tokens/tokenizers/instruct.py).
+    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, as in vLLM.
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from jaxllm_server.parsers.tool_call_json import SPACE, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
-_FENCE = SPACE | frozenset("`json")  # characters of "```json"
+_FENCE = SPACE | frozenset("`json")
 
 
 class SectionedCalls(ToolParser):
@@ -25,7 +25,7 @@ class SectionedCalls(ToolParser):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_content
-        self._is_opened = False  # a section or call is open, and no call was read since
+        self._is_opened = False
 
     def _read_content(self, text: str, start: int) -> int:
         end, marker = self._seek(text, start, self._openings, self._content)

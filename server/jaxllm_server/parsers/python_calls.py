@@ -10,7 +10,6 @@ from jaxllm_server.parsers.python_literal import PythonLiteral
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
-# Of OpenAI's tool names, and of dotted ones.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -27,7 +26,7 @@ class PythonicParser(ToolParser):
         super().__init__(make_id, tools)
         self._read = self._read_opening
         self._called = ""
-        self._has_begun = False  # part was emitted
+        self._has_begun = False
         self._key = ""
         self._literal = PythonLiteral()
 
@@ -71,7 +70,7 @@ class PythonicParser(ToolParser):
             return end
         if end < len(text):
             word = self._name.strip()
-            is_empty = text[end] == ")"  # no keyword, as in `now()`
+            is_empty = text[end] == ")"
             if text[end] not in ends or len(word.split()) != (0 if is_empty else 1):
                 self._refuse()
                 return end

@@ -1,7 +1,7 @@
 """Streaming split of text into reasoning and content, at tags such as `<think>` and `</think>`.
 
-Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
-tag all is reasoning. A second `<think>`, and tags after the first `</think>`, are text.
+Only tags are dropped, as in vLLM. Without an end tag all is reasoning. A second `<think>`, and tags after the first
+`</think>`, are text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class ReasoningParser(Protocol):
         """Whether the next character is reasoning."""
         ...
 
-    def push(self, text: str) -> tuple[str, str]:
-        """Return final reasoning and content."""
-        ...
+    def push(self, text: str) -> tuple[str, str]: ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
         """Return held-back text, except a partial tag of a truncated output."""
@@ -115,7 +113,6 @@ class HarmonyChannels:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
-        """Return True: a header always precedes the answer."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:

@@ -36,7 +36,7 @@ class TaggedCalls(SectionedCalls):
     """
 
     tags: ClassVar[Tags]
-    _has_lines: ClassVar[bool] = True  # values are on separate lines
+    _has_lines: ClassVar[bool] = True
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
@@ -47,7 +47,7 @@ class TaggedCalls(SectionedCalls):
         self._after_value = (tags.key, *self._closings)
         self._called = ""
         self._schema: Mapping[str, Any] = {}
-        self._has_begun = False  # part was emitted
+        self._has_begun = False
         self._value: _Value | None = None
 
     def _read_name(self, text: str, start: int) -> int:
@@ -183,7 +183,7 @@ class TaggedCalls(SectionedCalls):
         super()._refuse()
 
     def _drop(self) -> None:
-        self._end_value()  # excludes a partial end tag
+        self._end_value()
         super()._drop()
 
     def _end(self) -> None:
@@ -200,13 +200,13 @@ class _Value:
     """Writes a parameter as JSON: a string incrementally, other values at the end."""
 
     def __init__(self, opening: str, types: Sequence[str], choices: Sequence[Any], has_lines: bool) -> None:
-        self._opening = opening  # punctuation and key, "" once emitted
+        self._opening = opening
         self._types = types
         self._choices = choices
         self._is_text = is_text(types)
         self._has_lines = has_lines
         self._is_first = True
-        self._newline = ""  # pending; dropped if last
+        self._newline = ""
         self._text: list[str] = []
 
     def push(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Streaming reader of a call's JSON object."""
+"""A call's JSON object."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 SPACE = frozenset(" \t\r\n")
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_ARGUMENTS = ("arguments", "parameters")  # Hermes' key and Llama's
+_ARGUMENTS = ("arguments", "parameters")
 _MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})
 
 MAX_NAME = 256  # characters; a longer name is text
@@ -66,7 +66,6 @@ class CallObject:
         self._arguments: list[str] | None = None
 
     def read(self, text: str, start: int) -> int:
-        """Read text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jaxllm_server.parsers.marker_reader import MarkerReader
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, SPACE, JsonValue, skip
 
-_NAME = re.compile(r"[\w.:/-]+")  # OpenAI's API allows letters, digits, `_` and `-`
+_NAME = re.compile(r"[\w.:/-]+")
 MakeId: TypeAlias = Callable[[str], str]
 
 
@@ -48,7 +48,6 @@ class ToolParser(MarkerReader, ABC):
         self._name = ""
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
-        """Return final content and call deltas."""
         self._feed(text)
         return self._taken()
 
@@ -117,7 +116,6 @@ class ToolParser(MarkerReader, ABC):
         return self._match(text, start, markers)
 
     def _extend_name(self, text: str, start: int, stops: str) -> tuple[int, bool]:
-        """Return the end, and whether the name is short enough."""
         end = start
         while end < len(text) and text[end] not in stops:
             end += 1

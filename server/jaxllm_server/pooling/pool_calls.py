@@ -1,4 +1,4 @@
-"""Requests and results of pooling, for all protocols."""
+"""Requests and results of pooling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PoolCall:
     truncation_side: str = "right"  # "left" keeps the last tokens; not for pairs
     add_special_tokens: bool = True
     request_id: str | None = None  # unique among unfinished requests
-    client_id: str | None = None  # X-Request-Id; may repeat
+    client_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
 

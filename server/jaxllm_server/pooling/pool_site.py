@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """A server's engine, options, model names and limits."""
+    """Engine, options, names and limits."""
 
     engine: EngineClient
     options: ServerOptions

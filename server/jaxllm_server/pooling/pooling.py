@@ -41,7 +41,7 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # of prompts: two in flight and the next
+_STEPS = 3  # two in flight and the next
 FULL_SECONDS = 0.25  # retry interval while the queue is full
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 
@@ -314,7 +314,7 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, most: 
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
         if len(ids) > most:
-            return _Prompt(len(ids), None)  # refused; converting millions of ids holds the GIL
+            return _Prompt(len(ids), None)
         outside = next((token for token in ids if not 0 <= token < model.vocab_size), None)
         if outside is not None:
             raise UserError(f"Token id {outside} is out of vocabulary (0 to {model.vocab_size - 1}).")

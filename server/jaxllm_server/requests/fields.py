@@ -10,7 +10,7 @@ from jaxllm.errors import UserError
 from jaxllm.value_types import types_of
 
 Body = Mapping[str, Any]
-SHOWN_NAME = 64  # characters in errors
+SHOWN_NAME = 64  # characters
 
 
 def flag(fields: Body, name: str, default: bool | None) -> bool | None:

@@ -1,6 +1,6 @@
 """`/v1/responses/compact`: returns user messages and a summary. Pure.
 
-Unlike OpenAI's, the summary is in base64, not encrypted: any server can continue from it.
+Unlike OpenAI's, the summary is not encrypted: any server can continue from it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CompactionReply(ResponseReply):
         super().__init__({**fields, **told}, options, request_id, history, kept)
         self.ignored = ignored
         self._window = [*history, *self.items[:-1]]
-        if has_images(self._window):  # a part of an image could be cut off
+        if has_images(self._window):
             (call,) = self.calls
             sampling = {name: value for name, value in call.sampling.items() if name != "truncate_prompt_tokens"}
             self.calls: Sequence[Call] = [replace(call, sampling=sampling)]

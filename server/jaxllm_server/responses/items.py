@@ -1,4 +1,4 @@
-"""Items of the Responses API: parsing, stored form (as OpenAI's lists), conversion to chat messages. Pure."""
+"""Items of the Responses API. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm.media.image_part import NamedPart
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384  # of a conversation, as of a chat
+MOST_PARTS = 16_384
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -24,7 +24,7 @@ _UNREADABLE = ("input_file", "input_audio")
 _DETAILS = ("auto", "low", "high", "original")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
-_SHOWN = 64  # characters in errors
+_SHOWN = 64  # characters
 
 
 def response_id_of(own_id: str) -> str:
@@ -305,7 +305,6 @@ def _length_of(part: Mapping[str, Any]) -> int:
     return len(part["image_url"] if part["type"] == _IMAGE else part["text"])
 
 
-# Must be absent: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),
@@ -321,7 +320,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":  # else summary, as in vLLM
+    if kind == "reasoning":
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

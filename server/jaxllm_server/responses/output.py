@@ -1,7 +1,6 @@
-"""Builds a response's output items incrementally, with a stream's events. Pure.
+"""Builds a response's output items and a stream's events. Pure.
 
-Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's text is
-one message.
+Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's is one.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Output:
         self._request_id = request_id
         self._items: list[_Item] = []
         self._events: list[Event] = []
-        self._space: list[str] = []  # leading, as around calls; kept only before text
+        self._space: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
-# Clients also request those of unused tools.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),
@@ -123,7 +122,6 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
-    """Return the choice and the tools shown to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)

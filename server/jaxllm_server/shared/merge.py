@@ -1,4 +1,4 @@
-"""Merges asynchronous iterators into one."""
+"""Merges iterators."""
 
 from __future__ import annotations
 

@@ -10,14 +10,13 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
-# Characters and escapes, without lone surrogates.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]){0,65536}+", re.DOTALL
 )
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-# Above any valid request (a conversation's 131,072 values, a schema's 87,000). Python's parser blocks other threads
-# while it creates lists: 0.5 s for 8 MiB of "[]," (measured).
+# Above any valid request (a conversation's 131,072 values). Python's parser blocks other threads while it creates
+# lists: 0.5 s for 8 MiB of "[]," (measured).
 _MOST_LISTS = 1 << 17
 _MOST_TEXTS = 1 << 18
 _SHOWN_KEY = 64
@@ -29,7 +28,6 @@ class NotJsonError(UserError):
 
 
 def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> dict[str, Any]:
-    """Parse a JSON object, as `read_value`."""
     document = read_value(raw, max_depth, "The body", in_thread=in_thread)
     if not isinstance(document, dict):
         raise UserError("The body must be a JSON object.")
@@ -39,13 +37,10 @@ def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> 
 def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: bool = False) -> Any:
     """Parse any JSON value; errors begin with `name`.
 
-    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: the C parser holds
-    the GIL. 8 MiB of token ids then block the event loop for 0.02 s, not 0.2 s, but take three times as long
-    (measured).
-
-    Raises NotJsonError unless the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated
-    keys, NaN, infinities, numbers beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists
-    or texts.
+    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: 8 MiB of token ids
+    then block the event loop for 0.02 s, not 0.2 s, but take three times as long (measured). Raises NotJsonError unless
+    the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated keys, NaN, infinities, numbers
+    beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists or texts.
     """
     if raw.startswith(BOM_UTF8):
         raise UserError(f"{name} begins with a byte order mark (EF BB BF): send UTF-8 without one.")

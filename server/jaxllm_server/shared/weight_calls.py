@@ -1,4 +1,4 @@
-"""Checks for calls that sleep and update weights."""
+"""Checks for weight updates."""
 
 from __future__ import annotations
 

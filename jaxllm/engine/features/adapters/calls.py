@@ -1,4 +1,4 @@
-"""Engine calls for adapters, by vLLM's names."""
+"""Engine calls for adapters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Adapter methods of an engine, which read on the calling thread."""
+    """Reads on the calling thread."""
 
     features: Features
     model: ModelInfo
@@ -22,7 +22,6 @@ class AdapterCalls:
         return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
-        """Return the model, with the adapter's tokenizer if any."""
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -35,5 +34,4 @@ class AdapterCalls:
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the `lora_int_id` of known adapters."""
         return self.adapters.ids()

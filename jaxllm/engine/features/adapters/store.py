@@ -31,7 +31,7 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """An adapter in the host's memory."""
+    """An adapter in memory."""
 
     number: int  # per content, above 0, never reused
     request: LoRARequest
@@ -68,13 +68,13 @@ class Adapters:
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
         self._known: dict[LoRARequest, Known] = {}
         self._names: dict[int, str] = {}
         self._num_read = 0
         self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; removal drops them
-        self._confinement = Confinement()  # for folders' tokenizers and templates
+        self._confinement = Confinement()
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -113,7 +113,6 @@ class Adapters:
             return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
-        """Forget adapters by the caller's number; return whether any existed."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             self._readers.pop(lora_int_id, None)
@@ -140,7 +139,7 @@ class Adapters:
         return is_wanted
 
     def _load(self, request: LoRARequest, reader: object) -> Adapter:
-        """Read an adapter and keep it, unless removed during the read."""
+        """Read and return an adapter; keep it unless removed during the read."""
         with naming(request):
             folder = folder_of(request)
             files = self._read(folder)

@@ -1,4 +1,4 @@
-"""The beam search feature: runs the beams of each search as a group of sequences.
+"""The beam search feature.
 
 After a step of all beams, `rules.choose` selects the next ones and the scheduler forks.
 """
@@ -52,7 +52,7 @@ class BeamOutput(Sequence):
 
 
 class BeamSearches(Feature):
-    """Runs beam searches. A request's state is its `BeamSearch`."""
+    """A request's state is its `BeamSearch`."""
 
     name = "beams"
     takes = (BeamSearchParams,)
@@ -63,7 +63,6 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
-        """Set the parameters of a search's beams; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return
@@ -117,7 +116,7 @@ class BeamSearches(Feature):
             leader = sequence.group.sequences[0].sequence_id
             fields["beam_group"] = leader
             if fields["root"] is None:
-                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
+                fields["root"] = content_root(salt=f"{leader - 1}".encode())
 
     def place(self, slot: int, sequence: Sequence) -> None:
         self._is_beam[slot] = self.name in sequence.group.states

@@ -20,7 +20,7 @@ from jaxllm.runner.step_input import StepInput
 
 @dataclass(slots=True, eq=False)
 class PooledOutput(Sequence):
-    """The result of a pooled prompt: a vector, no tokens."""
+    """A vector, no tokens."""
 
     not_finite = "its vector was not finite"
 

@@ -1,6 +1,6 @@
 """The tokens that a speech model may write next, as transformers' generation for Whisper restricts them. Pure.
 
-Letters: V vocabulary, W words of 32 tokens.
+V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SpeechRules:
     previous: int | None  # begins a text that precedes the sound's
     no_speech: int | None
     suppressed: Sequence[int]
-    begin_suppressed: Sequence[int]  # as the first token of an output
+    begin_suppressed: Sequence[int]
 
     def allowed(self, written: Sequence[int], timed: bool) -> np.ndarray:
         """Return the tokens that may follow an output, int32[W] with a bit for each."""
@@ -63,7 +63,7 @@ class SpeechRules:
             is_pair = len(written) < 2 or written[-2] >= first
             words &= ~(_between(first, size, size) if is_pair else _between(0, self.end, size))
             least = written[-1] + is_pair
-        else:  # timestamps increase, so the last one is the largest
+        else:
             least = max((token + 1 for token in written if token >= first), default=first)
         words &= ~_between(first, least, size)
         if not written:
@@ -77,7 +77,7 @@ class SpeechRules:
         bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
         bits[: self.vocab_size] = 1
         bits[list(self.suppressed)] = 0
-        if self.no_timestamps is not None:  # belongs to prompts
+        if self.no_timestamps is not None:
             bits[self.no_timestamps] = 0
         return _packed(bits)
 
@@ -111,13 +111,11 @@ class SpeechRules:
         return [self.previous, *before, *ids] if before and self.previous is not None else ids
 
     def words(self, written: Sequence[int]) -> list[int]:
-        """Return an output's tokens of text."""
         first = self.vocab_size if self.first_timestamp is None else self.first_timestamp
         return [token for token in written if token < first]
 
 
 def rules_of(model: ModelInfo) -> SpeechRules | None:
-    """Return the rules of a model whose encoder reads sound."""
     if model.sources is None or model.sources.sound is None:
         return None
     settings, token_of, size = model.generation_config, model.tokenizer.token_id, model.vocab_size

@@ -1,6 +1,6 @@
 """The times of words: dynamic time warping of attention weights, as transformers' `return_token_timestamps`. Pure.
 
-Letters: A heads, T tokens, L positions of the encoder, 0.02 s each.
+A heads, T tokens, L positions of the encoder, 0.02 s each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 0.02
 _MEDIAN = 7  # positions of the filter, Whisper's default
-_OPENING = "\"'“¿([{-"  # belongs to the word after it
+_OPENING = "\"'“¿([{-"
 _WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 
 
@@ -77,7 +77,7 @@ def words_of(
         start = start if held else time
         held.append(token)
         text = tokenizer.decode(held)
-        if text.endswith("\ufffd"):  # a character of several tokens
+        if text.endswith("\ufffd"):
             continue
         until = times[at + 1] if at + 1 < len(times) else end
         is_new = not words or text[:1].isspace() or language in _WITHOUT_SPACES

@@ -1,4 +1,4 @@
-"""The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
+"""The feature of KV transfer: leases for prompts that another engine continues, and others' blocks.
 
 A consumer's request waits outside the scheduler for its blocks or a deadline; missing blocks are computed.
 """
@@ -30,8 +30,8 @@ from jaxllm.setup.model_files import identity
 
 _log = logging.getLogger(__name__)
 NAME = "kv_transfer_params"
-FORMAT = 1  # of a block's content
-DONE = ("stop", "length")  # reasons to keep a prompt's blocks
+FORMAT = 1
+DONE = ("stop", "length")
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Transfer:
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
     pull: Future[Mapping[Block, Row]] | None = None
-    num_asked: int = 0  # blocks of the pull
+    num_asked: int = 0
 
 
 class NoTransfer(Feature):
@@ -111,7 +111,7 @@ class KvTransfer(Feature):
             return
         try:
             received = state.pull.result(0)
-        except (CancelledError, TimeoutError):  # aborted, or not awaited
+        except (CancelledError, TimeoutError):
             state.pull.cancel()
             return
         metrics = self.core.metrics

@@ -12,28 +12,28 @@ from typing import NamedTuple
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
 PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
-# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum of all other bytes.
+# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
-FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
+FRAME_BYTES = _HEADER.size + _CHECKSUM
 MOST_BLOCKS = 1 << 20
 MOST_LEASES = 1 << 16
 NO_DRAFTS = bytes(32)
 
 
 class FrameError(ValueError):
-    """A message that is damaged, or does not fit the engine."""
+    """A message that is damaged or of another model."""
 
 
 class Fingerprint(NamedTuple):
     """Identifies the meaning of blocks; 32 bytes each."""
 
     model: bytes  # format, weights, types and sizes
-    drafts: bytes = NO_DRAFTS  # of the draft model
+    drafts: bytes = NO_DRAFTS
 
 
 class Block(NamedTuple):
-    """A block of a prompt."""
+    """A prompt's block."""
 
     group: int
     digest: bytes

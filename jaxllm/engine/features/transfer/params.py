@@ -16,7 +16,7 @@ _NAMES = (
 
 
 class Remote(NamedTuple):
-    """The blocks of a prompt at a producer."""
+    """A prompt's blocks at a producer."""
 
     target: str  # host:port
     lease: str
@@ -24,10 +24,10 @@ class Remote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """The transfers of a request."""
+    """A request's transfers."""
 
-    keeps: bool = False  # its prompt's blocks
-    remote: Remote | None = None  # has its prompt's blocks
+    keeps: bool = False
+    remote: Remote | None = None
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:

@@ -32,7 +32,7 @@ from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
 PULLS = 16  # further ones wait
-SHORT_CALLS = 2  # heartbeats and releases
+SHORT_CALLS = 2
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
@@ -82,7 +82,6 @@ class Producer:
         return lease.name
 
     def close(self) -> None:
-        """End all pulls and leases. Idempotent."""
         self._asked.put(None)
         self._server.stop(0).wait(CLOSE_SECONDS)
         self._short.shutdown(wait=False)
