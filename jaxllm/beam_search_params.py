@@ -28,7 +28,7 @@ class BeamSearchParams(RequestParams):
     # With `beam_width` outputs finished, True: stop. False: stop if the best running one, ended now, would score less.
     # "never": only if it could not score more at any length.
     early_stopping: bool | Literal["never"] = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = True  # in the text of `CompletionOutput`
 
     @property
     def num_sequences(self) -> int:

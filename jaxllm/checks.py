@@ -20,13 +20,14 @@ def shown(value: object) -> str:
             text += piece
             if len(text) > 2 * _MOST_SHOWN:
                 break
-    except ValueError:
+    except ValueError:  # an integer of more than 4,300 digits
         return f"{type(value).__name__} too long to print"
     text = " ".join(text.split())
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _pieces(value: object) -> Iterator[str]:
+    """Yield pieces of a repr, so that a reader can stop."""
     if isinstance(value, str | bytes):
         yield repr(value[: 2 * _MOST_SHOWN])
     elif type(value) is list or type(value) is dict:
@@ -56,7 +57,7 @@ def number(name: str, value: object) -> float:
         raise UserError(f"{name} must be a number, got {shown(value)}.", name, value)
     try:
         result = float(value)
-    except OverflowError:
+    except OverflowError:  # beyond the largest float
         result = math.inf
     if not math.isfinite(result):
         raise UserError(f"{name} must be a finite number, got {result}.", name, value)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from jaxllm.errors import UserError
 
+# Properties that are not single settings.
 POOLS = "a model that pools"
 WHOLE_PROMPTS = "a model that reads whole prompts"
 LATENT = "latent attention"

@@ -26,7 +26,7 @@ Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-MOST_IMAGES = 16
+MOST_IMAGES = 16  # of a request
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -34,7 +34,7 @@ PoolingType = Literal["CLS", "LAST", "MEAN"]
 class EngineConfig:
     """Settings of an engine. `None`: chosen at start from model and device (see `jaxllm doctor`)."""
 
-    model: str
+    model: str  # folder or hub id
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer (default: the model's)", "PATH")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: prompts are token ids, and every text is empty")
     revision: str | None = setting(None, "branch, tag or commit of the hub repository")

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-_parser: Any = vars(re)["_parser"]
+_parser: Any = vars(re)["_parser"]  # not in type stubs
 _compiler: Any = vars(re)["_compiler"]
 
 MOST_CHARS = 4096
@@ -55,7 +55,7 @@ class _State(NamedTuple):
 
     matches: Callable[[str], Any] | None = None  # tests the character that it consumes
     assertion: str = ""
-    ahead: int | None = None
+    ahead: int | None = None  # of a lookahead
     is_end: bool = False
     follows: tuple[int, ...] = ()
 
@@ -91,14 +91,15 @@ class Expression:
 
 class _Automaton:
     def __init__(self, items: list[Any], flags: int, work: StepBudget, begins: bool = False) -> None:
+        """`begins`: matched at text starts only, where `^` always holds."""
         if flags & ~_FLAGS:
             raise ValueError("it has flags other than a, i, s, u and x")
         self._work = work
         self._states = [_State(is_end=True)]
         self._num_parts = 0
-        self._ahead: list[tuple[_Automaton, bool]] = []
+        self._ahead: list[tuple[_Automaton, bool]] = []  # initial lookaheads, wanted results
         self._later: dict[int, tuple[int, _Automaton, bool]] = {}  # other lookaheads: index, automaton, result by part
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # so that parts' ids stay unique
         self._leaves: dict[tuple[str, str, int], Callable[[str], Any]] = {}
         self._closures: dict[tuple[frozenset[int], _Place], frozenset[int]] = {}
         self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
@@ -112,6 +113,8 @@ class _Automaton:
             self._start = frozenset((self._sequence(items, 0, flags),))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+
+    # States are created from end to start, successors first.
 
     def _add(self, state: _State) -> int:
         self._states.append(state)

@@ -43,7 +43,7 @@ from jaxllm.text.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 _NO_WORKERS = "there are no workers; `llm.engine` is the engine, in this process"
 _NO_QUEUE = "use `llm.engine` (add_request, step)"
-_MISSING = {
+_MISSING = {  # attributes of vLLM's `LLM`
     "reward": "use `llm.classify(prompts, pooling_params=PoolingParams(use_activation=False))`",
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _NO_WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "use `llm.engine.start_profile(folder, num_steps)`"),
@@ -82,7 +82,7 @@ class LLM(OfflineWeightCalls):
         """Return an `LLM` with these `EngineArgs`."""
         return cls(engine_args)
 
-    if not TYPE_CHECKING:
+    if not TYPE_CHECKING:  # any name would pass
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _MISSING:
@@ -310,6 +310,10 @@ class LLM(OfflineWeightCalls):
         adapters: Sequence[LoRARequest | None] | None = None,
         transfers: Sequence[Mapping[str, Any] | None] | None = None,
     ) -> list[RequestOutput]:
+        """Run requests; return outputs in the order of `items`.
+
+        `sorts` schedules the longest prompts first.
+        """
         self._check_runs()
         accepted = []
         for index, (prompt, prompt_params) in enumerate(zip(items, params, strict=True)):
@@ -348,6 +352,7 @@ class LLM(OfflineWeightCalls):
 
 
 def _beam_search_output(output: RequestOutput, tokenizer: Tokenizer | None, shows_stop: bool) -> BeamSearchOutput:
+    """Convert to vLLM's form, with the prompt."""
     sequences = []
     for beam in output.outputs:
         assert beam.score is not None and beam.cumulative_logprob is not None

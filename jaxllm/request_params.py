@@ -8,7 +8,7 @@ from typing import ClassVar
 class RequestParams:
     """A request's parameters. Immutable."""
 
-    generates: ClassVar[bool] = True
+    generates: ClassVar[bool] = True  # continues its prompt
 
     @property
     def num_sequences(self) -> int:

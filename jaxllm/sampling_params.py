@@ -46,7 +46,7 @@ class RequestOutputKind(IntEnum):
 
     CUMULATIVE = 0
     DELTA = 1  # new tokens
-    FINAL_ONLY = 2
+    FINAL_ONLY = 2  # at the end
 
 
 @dataclass(frozen=True)
@@ -461,6 +461,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
         raise UserError(f"generation_config.json: {error}", error.parameter, error.value) from error
 
 
+# Name, declaration, whether None is accepted.
 _DECLARED = [(own.name, declaration_of(own), own.default is None) for own in fields(SamplingParams)]
 _RULES = [(name, rule) for name, own, _ in _DECLARED for rule in own.rules]
 

@@ -51,7 +51,7 @@ def read(given: object) -> SpeculativeConfig:
     if not isinstance(given, Mapping):
         raise _error(f"it must be an object, got {given!r:.80}")
     table: dict[str, Any] = {str(name): value for name, value in given.items() if value is not None}
-    table.pop("draft_tensor_parallel_size", None)
+    table.pop("draft_tensor_parallel_size", None)  # drafts run on the model's devices
     if table.get("model") in ("ngram", "[ngram]"):  # vLLM's alternative
         table.setdefault("method", table.pop("model"))
         table["method"] = table["method"].strip("[]")

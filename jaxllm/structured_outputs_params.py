@@ -129,7 +129,7 @@ def _check_text(name: str, value: object) -> None:
 
 def _schema_text(schema: object) -> str:
     make_schema = getattr(schema, "model_json_schema", None) or getattr(schema, "json_schema", None)
-    if callable(make_schema):
+    if callable(make_schema):  # pydantic class or TypeAdapter
         schema = make_schema()
     try:
         if isinstance(schema, str):

@@ -10,7 +10,7 @@ _starting = threading.Lock()
 
 
 def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
-    with _starting:
+    with _starting:  # stack_size applies to all new threads
         before = threading.stack_size(STACK_BYTES)
         try:
             thread = threading.Thread(target=work, name=name, daemon=True)

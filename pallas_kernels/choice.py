@@ -51,7 +51,7 @@ FASTEST = Path(__file__).with_name("fastest.json")
 class Site:
     """Platform and arguments of an operation, per shard."""
 
-    platform: str
+    platform: str  # JAX's name: "cpu", "gpu"
     capability: int | None = None  # 90 for NVIDIA's 9.0
     dtype: str = "float32"  # before storage
     cache_dtype: str = "float32"
@@ -67,7 +67,7 @@ class Site:
     kind: str = "float"  # of weights
     rounds_rows: bool = False
     is_deterministic: bool = False  # no token affects another's bits
-    tokens: int = 0
+    tokens: int = 0  # of the program
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def prefill(
             q, k, v, tables, start, count, position, k_scales, v_scales = arrays
             options = {"tile": TILE, "scale": size**-0.5, "k_scales": k_scales, "v_scales": v_scales}
             options["value_size"] = value_size
-            start = start + turn // (1 << 20)
+            start = start + turn // (1 << 20)  # depends on the previous iteration
             out = api.paged_prefill(q, k, v, tables, start, count, position, **options, implementation=implementation)
             return out, arrays
 
@@ -174,7 +174,7 @@ def products(
             x, gain, layers = arrays
             norm = api.Norm(gain, 1e-5)
             multiply = partial(api.fused_linear, implementation=implementation)
-            out = x + (turn // (1 << 20)).astype(x.dtype)
+            out = x + (turn // (1 << 20)).astype(x.dtype)  # depends on `turn`
             for qkv, own, up, down in layers:
                 heads = multiply(out, qkv, norm=norm)
                 out = multiply(heads[:, :width], own, residual=out)

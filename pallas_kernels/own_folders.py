@@ -25,6 +25,7 @@ class OwnFolder:
             self._lock = _locked(path)
             if self._lock is not None and os.path.isdir(path):
                 break
+            # Deleted by another process, or no locks here.
             self._unlock()
             with suppress(OSError):
                 os.rmdir(path)
@@ -73,6 +74,6 @@ def _locked(path: str) -> int | None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
     except OSError:
-        pass
+        pass  # its process is running
     os.close(descriptor)
     return None

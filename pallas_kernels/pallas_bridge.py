@@ -66,4 +66,5 @@ def call(
         input_output_aliases={places.index(place): output for place, output in aliases.items()},
         compiler_params=_COMPILED,
     )
+    # The program may run on another backend; lowering keeps one branch.
     return lax.platform_dependent(*given, cpu=build(interpret=True), default=build(interpret=False))

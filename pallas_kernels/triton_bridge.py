@@ -198,6 +198,7 @@ def _interpreted(
 
 
 def _unwritten(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Return NaN or the smallest integers, to detect unwritten elements."""
     if jax.numpy.issubdtype(like.dtype, np.floating):
         return np.full(like.shape, np.nan, like.dtype)
     return np.full(like.shape, np.iinfo(like.dtype).min, like.dtype)

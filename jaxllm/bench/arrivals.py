@@ -43,6 +43,7 @@ def ramped_times(
     if strategy == "linear":
         rates = start_rate + (end_rate - start_rate) * progress
         if start_rate == 0.0 and num_requests:
+            # At rate 0 it would never arrive.
             rates[0] = end_rate / num_requests
     else:
         rates = start_rate * (end_rate / start_rate) ** progress

@@ -141,7 +141,7 @@ def _run(connection: Connection, share: Share) -> None:
     raise_file_limit()
     try:
         asyncio.run(_send_all(connection, share))
-    except* (BrokenPipeError, EOFError):
+    except* (BrokenPipeError, EOFError):  # the parent died
         pass
 
 

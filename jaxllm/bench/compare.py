@@ -25,6 +25,7 @@ _LOWER = re.compile(
 )
 _STATISTIC = re.compile(r"^(mean|median|std|p\d+(?:\.\d+)?)_(.+)$")
 _ONE_VALUE = "no interval: one value a side"
+# Keys that differ between runs.
 _NOT_SETTINGS = re.compile(
     r"^(date|duration|elapsed_time|timestamp|environment|samples|timeline|max_concurrent_requests)(\.|$)"
     r"|^client\.(?!processes$)"
@@ -47,7 +48,7 @@ class Comparison(NamedTuple):
     b: float
     better: Direction
     interval: tuple[float, float] | None  # of the ratio
-    reason: str
+    reason: str  # why no interval is given
 
     @property
     def ratio(self) -> float | None:

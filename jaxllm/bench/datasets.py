@@ -13,6 +13,7 @@ from jaxllm.bench.workload import DatasetOptions, Job
 from jaxllm.errors import UserError
 
 _ATTEMPTS = 10
+# vLLM's `is_valid_sequence` (vllm/benchmarks/datasets.py).
 _SHAREGPT_LEAST, _SHAREGPT_MOST_PROMPT, _SHAREGPT_MOST = 4, 1024, 2048
 _SONNET_BEGIN = "Pick as many lines as you can from these poem lines:\n"
 

@@ -49,7 +49,7 @@ class OpenAIClient:
                     return
                 async for received in response.content.iter_any():
                     answer.take(reader.feed(received), time.perf_counter())
-            answer.take(reader.feed(b"\n"), time.perf_counter())
+            answer.take(reader.feed(b"\n"), time.perf_counter())  # a last line without newline
             answer.finish()
         except (aiohttp.ClientError, OSError) as error:
             outcome.error = f"{type(error).__name__}: {' '.join(str(error).split())}"

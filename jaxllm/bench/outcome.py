@@ -13,7 +13,7 @@ class Outcome:
     server's, or None.
     """
 
-    number: int
+    number: int  # of the job
     prompt_tokens: int
     max_tokens: int
     due_at: float = 0.0  # scheduled

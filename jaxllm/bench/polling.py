@@ -15,6 +15,7 @@ SERIES: Mapping[str, tuple[str, ...]] = {
     "generated_tokens": ("generation_tokens_total",),
     "compilations": ("programs_compiled_total", "compilations_after_ready_total"),
 }
+# Counters common to jaxllm and vLLM.
 COUNTERS: Mapping[str, tuple[str, ...]] = {
     "prompt_tokens": ("prefix_cache_queries_total",),
     "cached_prompt_tokens": ("prefix_cache_hits_total",),
@@ -72,7 +73,7 @@ class Poller:
     def _poll(self) -> None:
         pause, is_last = 0.0, False
         while not is_last:
-            is_last = self._end.wait(pause)
+            is_last = self._end.wait(pause)  # once more after the end, for short runs
             pause = INTERVAL
             try:
                 row = read_metrics(self._fetch())

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.bench.outcome import Outcome
 
-METRICS: Mapping[str, tuple[str, str]] = {
+METRICS: Mapping[str, tuple[str, str]] = {  # name: (abbreviation, title)
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
@@ -22,7 +22,7 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "client_queue_time": ("Client Queue Time", "Client Queue Time"),
 }
 WIDTH = 50
-_MOST_KINDS = 5
+_MOST_KINDS = 5  # of errors
 
 
 def summarize(

@@ -34,7 +34,7 @@ class Measurement:
     duration: float = 0.0
     costs: list[Cost] = field(default_factory=list)
     timeline: dict[str, list[float]] | None = None
-    counted: dict[str, float] = field(default_factory=dict)
+    counted: dict[str, float] = field(default_factory=dict)  # of polling.COUNTERS
     was_interrupted: bool = False
 
 

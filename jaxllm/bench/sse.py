@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxllm.bench.outcome import Outcome
 
-_MOST_SHOWN = 200
+_MOST_SHOWN = 200  # of an error
 
 
 class EventReader:
@@ -63,7 +63,7 @@ class AnswerReader:
         outcome = self._outcome
         outcome.text = "".join(self._pieces)
         if not outcome.message_times and outcome.output_tokens and self._last_at:
-            outcome.message_times.append(self._last_at)
+            outcome.message_times.append(self._last_at)  # tokens without text
         if outcome.error:
             return
         if not self._is_complete:

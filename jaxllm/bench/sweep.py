@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
     settings: Settings
     run: int
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # of `jaxllm bench`
 
     @property
     def name(self) -> str:
@@ -113,6 +113,7 @@ def _run_cell(cell: Cell, folder: Path) -> Outcome:
 
 def reason_of(said: str) -> str:
     lines = said.strip().splitlines() or ["no output"]
+    # Later lines may be hints or saved files.
     return next((line for line in reversed(lines) if _ERROR.search(line)), lines[-1])
 
 

@@ -35,7 +35,7 @@ class Served(NamedTuple):
     samples: Mapping[str, Sequence[float]] = {}  # milliseconds by name
     timeline: Mapping[str, Sequence[float]] | None = None
     num_compiled: int = 0  # distorts `seconds`
-    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())
+    drafts: tuple[Drafts, Drafts] = (Drafts(), Drafts())  # before and after
 
 
 def sampling_params(job: Job, n: int, detokenize: bool) -> SamplingParams:
@@ -114,6 +114,7 @@ def run_async(
     detokenize: bool = True,
     num_warmups: int = 0,
 ) -> Served:
+    """Run the jobs as `run`, on an `AsyncLLM` with a reader per job."""
     return asyncio.run(_run_async(engine_args, jobs, n, detokenize, num_warmups))
 
 

@@ -30,6 +30,7 @@ FLOATS: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
 }
 _INTEGERS: dict[str, np.dtype] = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+# Types of quantized matrices besides floats.
 _CODES: dict[str, np.dtype] = {
     **{"I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)},
@@ -43,7 +44,7 @@ _BITS: dict[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LONGEST_HEADER = 100_000_000
+_LONGEST_HEADER = 100_000_000  # the format's limit
 _LARGEST = 2**48  # numpy refuses larger arrays
 _MOST_AXES = 32
 _FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
@@ -92,6 +93,7 @@ class Tensor:
         return np.frombuffer(self.mapping, dtype, math.prod(self.shape), self.start).reshape(self.shape)
 
     def release(self) -> None:
+        """Release the tensor's pages; they are read again if needed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
             self.mapping.madvise(mmap.MADV_DONTNEED, first, self.start + self.num_bytes - first)
@@ -191,6 +193,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, mapping: mm
 
 
 def _check_layout(path: Path, tensors: Iterable[Tensor], base: int, size: int) -> None:
+    """Refuse overlapping tensors and unused bytes, as the format specifies."""
     place = base
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         if tensor.start != place:

@@ -118,7 +118,7 @@ def _read_layer(fields: Fields) -> Spec:
         fields.only(key, False)
     fields.only("is_causal", True)
     for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers"):
-        fields.raw(key)
+        fields.raw(key)  # of the trainer's base model
     return read_decoder(
         fields,
         **fields.attention_biases(),
@@ -210,6 +210,6 @@ def _target_ids(head: Head, offsets: Tensor | None) -> np.ndarray:
 
 def _with_map(head: Head, params: Params[Array], ids: np.ndarray, layout: Layout) -> Params[Array]:
     described = eagle.map_shape(head, layout)
-    numbers = np.full(described.shape, np.iinfo(np.int32).max, np.int32)
+    numbers = np.full(described.shape, np.iinfo(np.int32).max, np.int32)  # out of range for all rows
     numbers[ids] = np.arange(len(ids))
     return eagle.with_map(head, params, jax.device_put(jnp.asarray(numbers), described.sharding))

@@ -18,7 +18,7 @@ from jaxllm.model.decoder import Params
 from jaxllm.model.head import Head
 from jaxllm.model.parameters import Weight
 
-Key = tuple[int | None, str]
+Key = tuple[int | None, str]  # layer and name of a weight
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 

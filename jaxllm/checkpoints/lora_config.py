@@ -72,6 +72,7 @@ def read_lora_config(fields: Mapping[str, Any]) -> LoraConfig:
 
 
 def _read_targets(fields: dict[str, Any], work: StepBudget) -> _Matches:
+    """Return a test of whether a module is adapted, as PEFT's check_target_module_exists."""
     targets, excluded = fields.pop("target_modules", None), fields.pop("exclude_modules", None)
     layers, containers = fields.pop("layers_to_transform", None), fields.pop("layers_pattern", None)
     if not targets or not (isinstance(targets, str) or _is_names(targets)):

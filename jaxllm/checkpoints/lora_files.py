@@ -80,7 +80,7 @@ def highest_rank(folder: Path) -> int:
         raise UserError(f"{folder} has no {CONFIG}.", "lora_request")
     table = fields.get("rank_pattern")
     ranks = [fields.get("r"), *(table.values() if isinstance(table, dict) else ())]
-    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)
+    return max((rank for rank in ranks if type(rank) is int and rank > 0), default=8)  # PEFT's default
 
 
 def _linear_modules(spec: Spec, family: Family) -> dict[str, tuple[int, int]]:

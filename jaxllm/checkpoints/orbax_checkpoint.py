@@ -35,6 +35,7 @@ Name = tuple[int | None, str]  # layer (None outside) and name of a part
 
 
 def is_here(folder: Path) -> bool:
+    """Return whether a folder has an Orbax checkpoint, possibly damaged."""
     return (folder / LISTING).is_file() or (folder / FOLDER).is_dir()
 
 
@@ -63,7 +64,7 @@ def write(folder: Path, parts: dict[Name, np.ndarray], written: Callable[[Name],
         _place(tree, name, values)
     handlers = type_handlers.create_type_handler_registry(
         (np.ndarray, OneByOne(deepcopy_host_arrays=False)),
-        (jax.Array, type_handlers.ArrayHandler()),
+        (jax.Array, type_handlers.ArrayHandler()),  # required by Orbax
     )
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
     chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
@@ -147,7 +148,7 @@ def load(folder: Path, declared: Params[Weight], layout: Layout, dtype: DTypeLik
 
     with bar:
         top: dict[str, Any] = {}
-        for name, weight in declared.top.items():
+        for name, weight in declared.top.items():  # the largest, one at a time
             top |= restore(None, {name: weight})
         layers = [restore(layer, weights) for layer, weights in enumerate(declared.layers)]
         return Params(top, stages.join(layers, layout))
@@ -200,6 +201,7 @@ def _shape(weight: Weight, part: Part) -> tuple[int, ...]:
 
 
 def _reader() -> Any:
+    """Return a checkpointer that waits for no other process."""
     import orbax.checkpoint as ocp
 
     own = jax.process_index()
@@ -269,6 +271,7 @@ def _join(weight: Weight, pieces: list[Array], layout: Layout) -> Array:
 
 
 def _stack(weight: Weight, pieces: list[dict[str, Array]], layout: Layout) -> Array:
+    """Join the experts of each device; those of other processes were not restored."""
     experts = sorted(map(int, pieces[0]))
     held = [[_by_device(piece[str(expert)]) for piece in pieces] for expert in experts]
     stacked = [

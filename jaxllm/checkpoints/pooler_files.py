@@ -132,10 +132,11 @@ def _activation_of_labels(folder: Path, fields: Fields, labels: int) -> Any:
             known = ", ".join(_OF_PROBLEMS)
             raise UserError(f"config.json: problem_type {problem!r:.80} is none of {known}.", "problem_type")
         found = _OF_PROBLEMS.get(problem, "softmax")
-    return "sigmoid" if labels == 1 and found == "softmax" else found
+    return "sigmoid" if labels == 1 and found == "softmax" else found  # softmax of one number is 1
 
 
 def _named(path: str, known: Mapping[str, Any], key: str) -> Any:
+    """Look up a torch class by path without importing it."""
     name = path.rpartition(".")[2]
     if not path.startswith("torch.nn.") or name not in known:
         raise UserError(f"{key} {path!r:.80} is not supported, only torch's {', '.join(known)}.", key)
@@ -184,7 +185,7 @@ def _config_of(folder: Path, path: str) -> Fields:
 def _pooling(fields: Fields, width: int) -> Pooling:
     for key in ("embedding_dimension", "word_embedding_dimension"):
         fields.only(key, width)
-    fields.raw("include_prompt")
+    fields.raw("include_prompt")  # prepended by sentence-transformers
     older = [mode for key, mode in _OLDER_POOLINGS.items() if fields.take(key, bool, False)]
     mode = fields.raw("pooling_mode") or (older[0] if len(older) == 1 else older or "mean")
     fields.finish()

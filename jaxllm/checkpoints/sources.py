@@ -20,7 +20,7 @@ from jaxllm.model.rows import Rows, in_tensors
 
 _PIECE_BYTES = 32 * 2**20  # copied before pages are released
 
-Store = Callable[[int, np.ndarray], None]
+Store = Callable[[int, np.ndarray], None]  # takes the first row's number, and rows
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tu
 def usual_name(name: str, family: Family) -> str:
     """Return a tensor's name without the family's prefix, and with "weight" and "bias" for early names."""
     name = family.usual(name)
+    # Names of early transformers checkpoints.
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
@@ -199,7 +200,7 @@ def _check_shape(tensor: Tensor | Matrix, shape: tuple[int, ...]) -> None:
             "model",
         )
     if isinstance(tensor, Tensor):
-        tensor.values()
+        tensor.values()  # raises for an unsupported type
 
 
 def _check_type(weight: Weight, tensor: Tensor | Matrix, stored: StoredFormat | None, name: str) -> None:

@@ -15,7 +15,7 @@ from jaxllm.families.family import Family
 from jaxllm.model.spec import Spec
 
 _log = logging.getLogger("jaxllm")
-_ROWS = 4096
+_ROWS = 4096  # compared at once
 
 
 def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
@@ -35,10 +35,10 @@ def with_stored_head(folder: Path, spec: Spec, family: Family) -> Spec:
 
 def _differs(tensors: Mapping[str, Tensor], head: str, embedding: str) -> bool:
     if embedding not in tensors:
-        return False
+        return False  # reported when weights are looked up
     if head not in tensors:
         stem = head.removesuffix("weight")
-        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)
+        return any(name.startswith(stem) and not name.endswith("bias") for name in tensors)  # a quantized head
     head_tensor, tied = tensors[head], tensors[embedding]
     if head_tensor.shape != tied.shape or head_tensor.dtype != tied.dtype:
         return True

@@ -233,9 +233,10 @@ def _by_rows(parts: _Tensors, tensor: Tensor, array: np.ndarray, rows: int, grou
 
 
 def _zeros(parts: _Tensors, rows: int, columns: int) -> Any:
+    """Read compressed-tensors zeros, plain or in words of adjacent rows."""
     if not parts.stored.scheme.has_zeros:
         if parts.has(".weight_zero_point"):
-            parts.take(".weight_zero_point")
+            parts.take(".weight_zero_point")  # zeros, stored by some writers
         return None
     tensor, (_, groups) = parts.take(".weight_zero_point"), parts.groups(columns)
     bits = _bits(parts.stored.scheme.kind)

@@ -146,6 +146,7 @@ def read(
 
 
 def read_weight(weight: Weight, parts: tuple[tuple[Source, ...], ...], layout: Layout, dtype: DTypeLike) -> Any:
+    """Return one weight: an array of `dtype`, or `Quantized` as declared."""
     if weight.scheme is None:
         return _load_side("floats", quantized.describe(weight, layout, dtype), weight, parts, layout)
     is_stored = isinstance(parts[0][0].tensor, Matrix)
@@ -185,6 +186,7 @@ def abstract(
     head: Head | None = None,
     family: Family | None = None,
 ) -> Params[jax.ShapeDtypeStruct]:
+    """Describe the parameters (shapes, types, shardings) without allocating."""
     decoder.check_shards(spec, layout)
     declared = _declare(spec, layout, at_load(quantization, _is_cpu(layout)), head, family)
     described = jax.tree.map(lambda weight: quantized.describe(weight, layout, dtype), declared)
@@ -347,7 +349,7 @@ def _load_side(
         out = _aligned(tuple(stop - start for start, stop, _ in bounds), np.dtype(described.dtype))
         if weight.stack is None:
             one_shape, inner, pieces, found = shape, index, [out], sources
-        else:
+        else:  # the device's experts
             one_shape, inner, pieces, found = shape[1:], index[1:], out, sources[index[0]]
         for piece, parts in zip(pieces, found, strict=True):
 

@@ -137,6 +137,7 @@ class _Answers(Generic[Item]):
         self._is_closed = False
 
     def close(self) -> None:
+        """Cancel the call unless it has ended."""
         self._is_closed = True
         self._call.cancel()
 

@@ -39,6 +39,7 @@ _KEEPALIVE = (
     # Detects a frozen peer within 40 s of a call.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # gRPC's two minutes are too long.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 3_000),
 )

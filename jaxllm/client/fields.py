@@ -93,6 +93,6 @@ def as_json(name: str, value: object) -> str:
 def shown(value: object) -> str:
     try:
         text = " ".join(repr(value).split())
-    except ValueError:
+    except ValueError:  # too many digits for CPython
         return f"{type(value).__name__} too long to print"
     return text if len(text) <= 100 else f"{text[:97]}..."

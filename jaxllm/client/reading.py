@@ -302,7 +302,7 @@ def _delta(delta: types_pb2.OutputDelta) -> Delta:
 def _finish_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> str | None:
     if output.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    return FINISH_REASONS.get(output.finish_reason, "unknown")
+    return FINISH_REASONS.get(output.finish_reason, "unknown")  # a newer server's reason
 
 
 def _stop_reason(output: types_pb2.Output | types_pb2.OutputDelta) -> int | str | None:

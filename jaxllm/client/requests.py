@@ -195,6 +195,7 @@ def _fields(options: type[Any]) -> dict[str, str]:
 
 
 def _set_prompt(request: Any, prompt: Any, many: str) -> None:
+    """Set a request's prompt, text or token ids; `many` is advice for several prompts."""
     if isinstance(prompt, str):
         set_field(request, "text", "prompt", prompt)
         return

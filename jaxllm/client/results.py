@@ -118,6 +118,7 @@ class Completion:
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
+        """One per token id, if requested."""
         return self.outputs[0].logprobs
 
     @property

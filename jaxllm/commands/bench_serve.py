@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _OTHER_PROMPTS = 1 << 31  # added to the seed of uncached warm-up prompts
 
-_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")
+_WITH_LENGTHS = ("random", "sonnet", "prefix_repetition")  # that use --input-len
 _CHANGE_LENGTHS = frozenset(("max_tokens", "max_completion_tokens", "truncate_prompt_tokens"))
 
 
@@ -49,7 +49,7 @@ def run(options: dict[str, Any]) -> int:
     from jaxllm.bench.workload import to_embed
 
     target = _target(options, dataset)
-    clients.open_client(target)
+    clients.open_client(target)  # fails early without a library
     patience, root = options["ready_check_timeout_sec"], target.model
     if not target.model:
         name, root = discovery.wait_for(lambda: discovery.find_model(target), patience)
@@ -97,7 +97,7 @@ def run(options: dict[str, Any]) -> int:
     )
     if is_strict:
         result["warnings"].append("this server refuses ignore_eos: its answers may be shorter than requested")
-    if dataset.dataset_name == "random" and not dataset.random_prefix_len:
+    if dataset.dataset_name == "random" and not dataset.random_prefix_len:  # no common prefix
         result["warnings"] += serve.cache_doubt(measurement.counted)
     if has_timeline and measurement.timeline is None:
         result["warnings"].append("no timeline: the server has no metrics of jaxllm or vLLM; set --metrics-url")

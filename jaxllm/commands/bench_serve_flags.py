@@ -28,7 +28,7 @@ _EMBEDS = ("embeddings", "/v1/embeddings")
 _EMBED_METRICS = ("e2el", "client_queue_time")
 SAMPLING = {own.name: type(own.default) for own in fields(SamplingParams) if declaration_of(own).shapes_distribution}
 HTTP_PORT, GRPC_PORT = 8000, 50051
-_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")
+_KEYS = ("OPENAI_API_KEY", "JAXLLM_API_KEY")  # of the environment
 RAMP = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 
 

@@ -56,7 +56,7 @@ def schema_of(file: str) -> StructuredOutputsParams:
         if not isinstance(schema, dict):
             raise UserError("a JSON schema is an object.")
         return StructuredOutputsParams(json=schema)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # UserError is a ValueError
         raise UserError(f"{file} holds no JSON schema: {error}") from error
 
 

@@ -58,7 +58,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
         choices, shared = _choices(config)
         model |= choices
         devices = [_device(device) for device in jax.devices()]
-    except (UserError, RuntimeError) as error:
+    except (UserError, RuntimeError) as error:  # JAX cannot initialize a backend
         problems.append(" ".join(str(error).split()))
     cache = _cache(config.cache_dir())
     if not cache["is_writable"]:
@@ -114,7 +114,7 @@ def describe(report: dict[str, Any]) -> str:
 
 
 def _device(device: jax.Device) -> dict[str, Any]:  # pyright: ignore[reportInvalidTypeForm]
-    memory = device.memory_stats() or {}
+    memory = device.memory_stats() or {}  # None on a CPU
     return {
         "id": device.id,
         "platform": device.platform,

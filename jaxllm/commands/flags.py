@@ -19,7 +19,7 @@ COMMON = (
     *("host", "port", "grpc_port", "api_key", "served_model_name", "chat_template", "dtype", "quantization"),
     *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-IDLE = "without_effect"
+IDLE = "without_effect"  # options key: given ones without effect
 _SHORT = {"tensor_parallel_size": ("-tp",), "n": ("-n",)}
 _SHORT |= {"pipeline_parallel_size": ("-pp",), "data_parallel_size": ("-dp",)}
 _UNITS = {"": 1, **{letter: 1000 ** (power + 1) for power, letter in enumerate("kmgt")}}

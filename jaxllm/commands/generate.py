@@ -101,7 +101,7 @@ def _prompts_of_file(file: str, from_flags: Mapping[str, Any]) -> list[tuple[Any
                 raise UserError('expected an object with a "prompt"')
             prompt = record.pop("prompt")
             SamplingParams(**{**from_flags, **record})
-        except ValueError as error:
+        except ValueError as error:  # UserError is a ValueError
             raise UserError(f"{file}, line {number}: {error}") from error
         except RecursionError as error:
             raise UserError(f"{file}, line {number}: its lists and objects are nested too deeply") from error

@@ -98,6 +98,7 @@ def _no_request(name: str, summary: Summary, is_whole: bool) -> str:
 
 
 def _write(lines: Iterable[str]) -> None:
+    """Print lines with control characters escaped: clients supply names."""
     for line in lines:
         print(printable(line))
 

@@ -22,7 +22,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 def add(commands: Subparsers) -> None:
     parser = new_command(commands, "serve", run, "serve a model over gRPC and OpenAI-compatible HTTP")
-    parser.usage = "%(prog)s [MODEL] [FLAG ...]"
+    parser.usage = "%(prog)s [MODEL] [FLAG ...]"  # not 40 lines of flags
     parser.description = (
         "Serve a model over gRPC and OpenAI-compatible HTTP. Only this machine can connect unless --host is given."
     )
@@ -35,7 +35,7 @@ def add(commands: Subparsers) -> None:
     server = parser.add_argument_group("server")
     add_flags(server, ServerOptions, skipped=COMMON)
     _add_habits(server)
-    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}
+    skipped = {*COMMON, "disable_log_stats", "disable_log_requests"}  # the last two have an effect
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped=skipped)
 
 

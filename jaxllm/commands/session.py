@@ -39,6 +39,7 @@ def params_of(options: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 def with_lora(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return engine options for `--lora`, and further arguments of requests."""
     path = options["lora"]
     if path is None:
         return options, {}

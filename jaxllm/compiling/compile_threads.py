@@ -42,7 +42,7 @@ def _take_idle_priority() -> None:
         return
     threads = [threading.get_native_id()]
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it may have ended
             if (thread / "comm").read_text().startswith("llvm-worker"):
                 threads.append(int(thread.name))
     for thread in threads:

@@ -27,6 +27,7 @@ _PACKAGES = (
     *("triton", "jax-triton", "flashinfer-python", "numpy", "ml-dtypes"),
 )
 _VARIABLES = ("XLA_FLAGS", "TF_XLA_", "TRITON_", "NVIDIA_TF32_OVERRIDE")  # prefixes
+# Prefixes of JAX options that do not affect programs.
 _WITHOUT_EFFECT = (
     *("jax_compilation_cache", "jax_persistent_cache", "jax_raise_persistent_cache", "jax_enable_compilation_cache"),
     *("jax_log", "jax_debug_log", "jax_explain", "jax_traceback", "jax_tracer_error", "jax_pprint", "jax_platforms"),
@@ -90,12 +91,13 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def host() -> tuple[Any, ...]:
+    """Return the processor's instruction sets, model, and cores available to XLA."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         named = ("model name", "cpu family", "model\t", "CPU implementer", "CPU part", "Features")
         model = "\n".join(dict.fromkeys(line for line in lines if line.startswith(named)))
     else:
-        model = repr(platform.uname()[2:])
+        model = repr(platform.uname()[2:])  # on a Mac the kernel version names the chip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return sorted(build.processor()), model, cores
 

@@ -35,4 +35,4 @@ class Accepted:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_sequences: int = 1
     sequence_type: type[Sequence] = Sequence
-    states: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] = field(default_factory=dict)  # of features, by name

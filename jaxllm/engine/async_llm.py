@@ -65,7 +65,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         observer: Observer | None = None,
         recorder: Recorder | None = None,
         adapters: Sequence[LoRARequest] = (),  # read before the engine is ready
-        parts: Parts | None = None,
+        parts: Parts | None = None,  # None: loaded from the model
         thread_type: Callable[..., EngineThread] = EngineThread,
         **engine_args: Any,
     ) -> None:
@@ -115,7 +115,7 @@ class AsyncLLM(StreamingEngine, AsyncCalls):
         )
         try:
             self._thread.start()
-        except RuntimeError:
+        except RuntimeError:  # no thread is available
             self._thread = None
             raise
 

@@ -51,7 +51,7 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         listeners: Listeners,
         parts: Parts | None = None,
-        prepare: Callable[[LLMEngine], None] = lambda engine: None,
+        prepare: Callable[[LLMEngine], None] = lambda engine: None,  # called before `ready`
     ) -> None:
         self.load = Load()
         self.step_since: float | None = None

@@ -31,7 +31,7 @@ class FairThreads:
         self._share = num_threads - 1 if share is None else share
         self._group_of = group_of
         self._running: Counter[Hashable] = Counter()  # by group
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # by client, in order of service
 
     async def run(self, client: Hashable, function: Callable[..., Result], *arguments: Any) -> Result:
         loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class FairThreads:
             if turns:
                 self._waiting[client] = turns
             if turn.done():
-                continue
+                continue  # `_withdraw` runs later
             turn.set_result(None)
             self._num_free -= 1
             self._running[self._group_of(client)] += 1
@@ -74,7 +74,7 @@ class FairThreads:
         return group is None or self._running[group] < self._share
 
     def _withdraw(self, client: Hashable, turn: asyncio.Future[None]) -> None:
-        if not turn.cancelled():
+        if not turn.cancelled():  # granted at the same time
             self._give_back(client)
             return
         turns = self._waiting.get(client, deque())
@@ -84,7 +84,7 @@ class FairThreads:
                 del self._waiting[client]
 
     def _ended(self, client: Hashable, work: asyncio.Future[Any]) -> None:
-        work.exception()
+        work.exception()  # retrieved, or asyncio logs it
         self._give_back(client)
 
     def _give_back(self, client: Hashable) -> None:

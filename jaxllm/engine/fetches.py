@@ -39,11 +39,12 @@ class Fetches:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._fetches: dict[int, Fetch] = {}
-        self._seen: set[int] = set()
+        self._fetches: dict[int, Fetch] = {}  # by `Request.sequence_id`
+        self._seen: set[int] = set()  # considered requests near the head of the queue
         self._rests_since: float | None = None
 
     def update(self) -> None:
+        """Take in fetched blocks, begin fetches, and end late ones."""
         state, reads = self._scheduler.state, self._source.ended()
         if not state.waiting and not self._fetches:
             return

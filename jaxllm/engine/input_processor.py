@@ -149,6 +149,7 @@ class InputProcessor:
             return None
         if self._config.enable_prefix_caching:
             return content_root(salt=accepted.salt, content=accepted.content)
+        # The n sequences of a prompt share blocks.
         return content_root(salt=f"{self._num_sequences}".encode()) if accepted.num_sequences > 1 else None
 
     def pack(self, accepted: Accepted, group: SequenceGroup) -> None:
@@ -253,9 +254,10 @@ def read_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[in
     most = MAX_BAD_WORD_TOKENS
     names = {word.lstrip(" ") for word in words}
     sequences: tuple[tuple[int, ...], ...] | None = None
-    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:
+    if len(names) <= most and sum(map(len, names)) <= most * _BAD_WORD_CHARACTERS:  # checked before tokenizing
         texts = [text for name in sorted(names) for text in (name, " " + name)]
         spelled = dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        # Drop those with a banned suffix.
         sequences = tuple(one for one in spelled if one and not any(one[at:] in spelled for at in range(1, len(one))))
     if sequences is None or sum(map(len, sequences)) > most:
         raise UserError(

@@ -20,7 +20,7 @@ class BlockBatch(NamedTuple):
     time: float  # seconds since 1970
     block_size: int  # tokens
     events: tuple[BlockEvent, ...]
-    adapters: Mapping[int, str] = {}
+    adapters: Mapping[int, str] = {}  # names, by number
 
 
 class BlockLog:

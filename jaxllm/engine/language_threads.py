@@ -53,7 +53,7 @@ class LanguageThreads:
 
     def _note(self, pair: tuple[bytes, str | None]) -> None:
         if not pair[0]:
-            return
+            return  # reading is never refused
         now = self._clock()
         times, last = self._ended.pop(pair, (0, now))
         self._ended[pair] = 1 + (times if now < last + _REFUSED_SECONDS else 0), now

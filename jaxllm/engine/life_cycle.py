@@ -11,6 +11,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 Event = Literal["ready", "pause", "resume", "announce_drain", "drain", "stop", "die"]
 NOT_STARTED = "The engine was not started: use `async with AsyncLLM(...)` or `await engine.start()`."
 
+# Other events leave the state unchanged.
 _WORK = {
     ("loading", "ready"): "serving",
     ("serving", "pause"): "paused",

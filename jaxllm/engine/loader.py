@@ -30,7 +30,7 @@ class Parts:
 
     model: ModelInfo
     runner: Runner
-    language: Language
+    language: Language  # of requests without an adapter
     features: Mapping[str, Factory] = field(default_factory=lambda: FEATURES)
     clock: Callable[[], float] = time.monotonic  # seconds
     start_phases: tuple[Phase, ...] = ()

@@ -16,7 +16,7 @@ class Stream:
 
     def __init__(self, request_id: str, owner: str, internal_id: str, params: SamplingParams, arrival: float) -> None:
         self.request_id = request_id
-        self.owner = owner
+        self.owner = owner  # scope of `request_id`
         self.internal_id = internal_id
         self.params = params
         self.is_finished = False
@@ -25,10 +25,10 @@ class Stream:
         self._last_tokens: float | None = None
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
-        self.needs: asyncio.Future[Any] | None = None
-        self.end_reason: FinishReason | None = None
+        self.needs: asyncio.Future[Any] | None = None  # to await before queuing
+        self.end_reason: FinishReason | None = None  # if ended before it was queued
         self._waiter: asyncio.Future[None] | None = None
-        self._tokens: dict[int, CompletionOutput] = {}
+        self._tokens: dict[int, CompletionOutput] = {}  # token ids and finish reason, by index
 
     def put(self, output: RequestOutput, now: float) -> list[tuple[float, int, bool]]:
         """Put an output; return latencies: seconds summed over sequences, tokens, whether first.

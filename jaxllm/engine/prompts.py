@@ -42,7 +42,7 @@ def _salt(salt: Any) -> bytes:
     try:
         if isinstance(salt, str) and salt:
             return salt.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # a lone surrogate
         pass
     raise UserError("cache_salt must be a text that is not empty.", "cache_salt", salt)
 

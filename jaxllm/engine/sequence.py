@@ -66,7 +66,7 @@ class Sequence:
         """Process a step's row with the newest `count` of `tokens`; return as `advance`."""
         start = len(self.tokens) - count
         length, end = self.advance(self.group.tokenizer, count, finish_reason)
-        if self.logprobs is not None:
+        if self.logprobs is not None:  # all were sampled
             first = row if result.places is None else int(result.places[row])
             for place, token in enumerate(self.tokens[start:length]):
                 self.add_logprobs(self.group.tokenizer, token, result, first + place)
@@ -90,7 +90,7 @@ class Sequence:
         if finish_reason is None and self._repeats(end):
             finish_reason, stop_reason = "repetition", "repetition_detected"  # vLLM's term
         if finish_reason is None and not self.params.stop:
-            return None
+            return None  # text is made lazily
         self.read(tokenizer, end)
         if finish_reason is not None:
             self.flush(tokenizer)

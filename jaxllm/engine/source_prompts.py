@@ -116,6 +116,6 @@ class SourcePrompts:
                 )
             return list(self.start)
         ids = checked_ids(given, self.vocab_size) if len(given) else []
-        if self.sound is not None and self.start[:1] and self.start[0] in ids:
+        if self.sound is not None and self.start[:1] and self.start[0] in ids:  # after a text that precedes the sound
             return ids
         return ids if ids[:1] == list(self.start[:1]) else [*self.start[:1], *ids]

@@ -136,7 +136,7 @@ class StreamingEngine:
             self._death = self._loop.create_future()
             try:
                 await self._begin()
-            except BaseException:
+            except BaseException:  # the next call tries again
                 self._started = self._death = None
                 raise
         await asyncio.shield(self._started)
@@ -144,7 +144,7 @@ class StreamingEngine:
     async def __aenter__(self) -> Self:
         try:
             await self.start()
-        except BaseException:
+        except BaseException:  # `close` is not called then
             self._life.on("stop")
             self._queue.stop()
             raise
@@ -352,7 +352,7 @@ class StreamingEngine:
         if mode != "keep":
             await self._streams.wait_quiet()
             if self._num_resumed > resumed:
-                return
+                return  # `resume` or `drain` was called
         self._queue.set_paused(True)
         if mode != "keep" and clear_cache is not False:
             await self.reset_prefix_cache()

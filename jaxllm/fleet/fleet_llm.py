@@ -37,6 +37,7 @@ from jaxllm.text.tokenizer import NoTokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 CHARACTERS_A_TOKEN = 4  # of a pooled text
+# Equal in all replicas.
 _SHARED = ("generation_config", "default_params", "eos_ids", "vocab_size", "max_model_len", "block_size", "pooler")
 
 
@@ -144,6 +145,8 @@ class FleetLLM(StreamingEngine, FleetCalls):
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = given.split(",") if given else [str(device) for device in range(num_local * count)]
         return settings, {"CUDA_VISIBLE_DEVICES": ",".join(visible[number * count : (number + 1) * count])}
+
+    # Called by the supervisor.
 
     def heard(self, replica: Replica, said: list[Any]) -> None:
         for name, *given in said:
@@ -285,7 +288,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     async def kv_events(self, start_sequence: int = 0) -> AsyncGenerator[BlockBatch]:
         raise FeatureDisabledError("kv_events is not supported with data_parallel_size above 1.", "data_parallel_size")
-        yield
+        yield  # makes it a generator
 
     async def start_profile(self, folder: str, num_steps: int) -> None:
         calls = [each.call("start_profile", f"{folder}/replica-{each.number}", num_steps) for each in self._loaded_ones]

@@ -31,7 +31,7 @@ from jaxllm.version import __version__
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25  # between heartbeats
 NO_BOUND = 1 << 40  # the front end bounds the queue
-SECOND_SIGNAL = 130
+SECOND_SIGNAL = 130  # as in shells
 _LOCAL = ("tokenizer",)  # of `ModelInfo`, read from disk
 
 
@@ -164,7 +164,7 @@ class Node:
             self._say("failed", error)
             return
         known = {each.name: getattr(engine.model, each.name) for each in fields(engine.model)}
-        self._say(*self._condition())
+        self._say(*self._condition())  # for routing at once
         self._say("ready", {name: own for name, own in known.items() if name not in _LOCAL})
         if engine.config.enable_kv_cache_events:
             with contextlib.suppress(EngineError):

@@ -34,7 +34,7 @@ class FleetEngine:
         self._thread.start()
         self._told: queue.Queue[tuple[str, RequestOutput]] = queue.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._live: set[str] = set()
+        self._live: set[str] = set()  # without a final output
         self._fleet = self._run(self._started())
 
     async def _started(self) -> FleetLLM:

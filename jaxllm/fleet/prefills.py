@@ -24,7 +24,7 @@ class Prefills:
         self._prefillers = range(config.prefill_replicas)
         self.decoders = range(config.prefill_replicas, config.data_parallel_size)
         self._router = router
-        self._key = secrets.token_hex()
+        self._key = secrets.token_hex()  # for no other process of the machine
         self._running: dict[str, asyncio.Future[Mapping[str, Any] | None]] = {}
 
     def settings_of(self, number: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Prefills:
         try:
             self._router.add(computed)
             found = await running
-        except UnavailableError:
+        except UnavailableError:  # no replica for prompts
             return None
         finally:
             del self._running[name]

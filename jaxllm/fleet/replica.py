@@ -28,7 +28,7 @@ class RoutedRequest:
     prompt_token_ids: Sequence[int]
     digests: Sequence[bytes]
     params: SamplingParams  # resolved
-    sent: Any
+    sent: Any  # parameters as given
     priority: int
     num_sequences: int
     replicas: Sequence[int] | None = None  # None: all
@@ -41,7 +41,7 @@ class RunningRequest:
 
     request: RoutedRequest
     num_tokens: int
-    num_runs: int
+    num_runs: int  # with this one
     has_output: bool = False  # delivered, so it cannot be rerouted
 
 
@@ -58,7 +58,7 @@ class Replica:
         self.num_starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.connected = asyncio.Event()
-        self.lost = asyncio.Event()
+        self.lost = asyncio.Event()  # connection ended or replica failed
         self.error: Exception | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: list[bytes] = []
@@ -138,6 +138,7 @@ class Replica:
             self._writer.write(wire.frame(outbox))
 
     def say_last(self, *message: Any) -> None:
+        """Send a message at once, before closing."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.frame([wire.pack(message)]))
 

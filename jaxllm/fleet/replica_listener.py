@@ -71,6 +71,7 @@ class ReplicaListener:
     """Accepts replicas on other machines; bounds unauthenticated ones."""
 
     def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
+        """`connected` checks the greeting, then calls `admit`."""
         self._tls, self._connected = address.tls, connected
         self.strangers: dict[asyncio.Task[None], None] = {}
         self._admitted: set[asyncio.Task[None]] = set()

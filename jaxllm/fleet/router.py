@@ -38,6 +38,7 @@ class Router:
         self._of[request.internal_id] = replica
 
     def abort(self, internal_id: str, reason: FinishReason) -> None:
+        """Stop a request; its last output is still delivered."""
         replica = self._of.get(internal_id)
         if replica is not None:
             replica.send("abort", internal_id, reason)
@@ -49,11 +50,13 @@ class Router:
         return replica
 
     def leave(self, internal_id: str) -> None:
+        """Cancel a request without a reader; no output is delivered."""
         replica = self.forget(internal_id)
         if replica is not None:
             replica.send("forget", internal_id)
 
     def set_paused(self, is_paused: bool) -> None:
+        """Pause all replicas; `FleetLLM.resume` resumes."""
         for replica in self.replicas:
             if is_paused and replica.model is not None:
                 replica.call("pause", "keep")

@@ -213,7 +213,7 @@ class Supervisor:
                 self._listener.heard(replica, said)
                 said = await wire.read_frame(reader)
         except (EOFError, OSError, TimeoutError):
-            pass
+            pass  # the peer disconnected, or is no replica
         except Exception as error:
             if replica is None:
                 self._warn("a connection to the fleet's address is closed: %s", error)

@@ -20,10 +20,10 @@ from jaxllm.runner.model_runner import Runner
 from jaxllm.setup.model_files import identity
 from jaxllm.setup.model_setup import choose_devices, describe_programs, free_bytes, plan_memory, prepare
 
-_OWN = {
+_OWN = {  # may differ between hosts
     *("model", "tokenizer", "revision", "skip_tokenizer_init", "compilation_cache_dir", "compilation_cache_bytes"),
-    *("kv_cache_memory_bytes", "gpu_memory_utilization", "num_kv_blocks", "max_model_len"),
-    *("logits_processors", "kernels", "enable_kv_cache_events"),
+    *("kv_cache_memory_bytes", "gpu_memory_utilization", "num_kv_blocks", "max_model_len"),  # the least is agreed
+    *("logits_processors", "kernels", "enable_kv_cache_events"),  # `describe_programs` compares the first two
 }
 MOST_SECONDS = 100  # without a heartbeat, before JAX ends a process
 

@@ -36,7 +36,7 @@ from jaxllm.setup.model_setup import prepare
 _log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 FAREWELL_SECONDS = 0.5  # for the leader to read a last message
-SECOND_SIGNAL = 130
+SECOND_SIGNAL = 130  # as in shells
 
 
 class DivergedError(Exception):
@@ -178,7 +178,7 @@ class Follower:
         try:
             runner = self._load(config, connection)
         except UserError as error:
-            self._is_awaiting = True
+            self._is_awaiting = True  # for its own error message
             connection.try_send("refuses", str(error))
             time.sleep(FAREWELL_SECONDS)
             raise
@@ -231,7 +231,7 @@ class Follower:
             except RefusedError as error:
                 message = f"host 0 at {settings.coordinator} refuses this process: {error}."
                 raise UserError(message, "coordinator") from error
-            except (OSError, EOFError, ValueError) as error:
+            except (OSError, EOFError, ValueError) as error:  # it does not listen yet
                 if time.monotonic() > end:
                     message = f"coordinator {settings.coordinator} cannot be reached: {error}."
                     raise UserError(message, "coordinator") from error

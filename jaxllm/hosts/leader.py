@@ -37,7 +37,7 @@ from jaxllm.scheduler.state import Plan
 _log = logging.getLogger(__name__)
 START_SECONDS = 600.0
 CONNECT_SECONDS = 120.0  # for the first collective, in which NCCL connects
-NOTE_SECONDS = 10.0
+NOTE_SECONDS = 10.0  # between log lines
 BEAT_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 ENDED = "its process has ended"
@@ -55,7 +55,7 @@ class _Follower:
     is_gone: bool = False
     busy: float = 0.0  # on `call`
     call: str = ""
-    said: dict[str, list[Any]] = field(default_factory=dict)
+    said: dict[str, list[Any]] = field(default_factory=dict)  # newest message of each kind
 
     def __str__(self) -> str:
         return f"host {self.rank} ({self.address})"
@@ -177,7 +177,7 @@ class Leader:
             try:
                 return socket.create_server((settings.host, settings.port), family=family)
             except OSError as error:
-                if isinstance(error, socket.gaierror) and time.monotonic() < end:
+                if isinstance(error, socket.gaierror) and time.monotonic() < end:  # the name may come
                     time.sleep(1.0)
                     continue
                 raise UserError(
@@ -290,7 +290,7 @@ class Leader:
         _log.error("%s", error)
         for follower in self._followers.values():
             follower.link.try_send(Call.STOP, why)
-        if cause is None:
+        if cause is None:  # `_gather` raises refusals
             self.on_failed(error)
 
     def _exit(self, error: BaseException) -> None:

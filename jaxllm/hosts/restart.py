@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.1
 FINAL = (0, 2, 130)  # exit codes: a drain, wrong usage, ^C
 
 
-PARENT = "_JAXLLM_RESTART_PARENT"
+PARENT = "_JAXLLM_RESTART_PARENT"  # a child's variable: its parent's process id
 
 
 def is_child() -> bool:

@@ -112,7 +112,7 @@ class Params(Generic[Leaf]):
 
     top: dict[str, Leaf]
     layers: tuple[dict[str, Leaf], ...]
-    draft: Any = None
+    draft: Any = None  # of the draft model
 
 
 def declare(

@@ -45,6 +45,7 @@ class Head:
 
 
 def declare(head: Head, layout: Layout = UNDIVIDED) -> Params[Weight]:
+    """Return the head's weights, without the id map."""
     spec, wide = head.spec, len(head.aux_layers) * head.width
     rows = layout.padded("vocab", head.draft_vocab_size)
     plain = decoder.declare(spec, layout)
@@ -85,6 +86,7 @@ def with_map(head: Head, params: Params[decoder.Leaf], numbers: decoder.Leaf) ->
 def embed(
     head: Head, params: Params[Array], target: Params[Array], tokens: Int[Array, " T"], context: Context
 ) -> Float[Array, "T D"]:
+    """Return token embeddings without the target's scaling."""
     with named_scope("draft/embedding"):
         table = (params if head.has_embedding else target).top["embed"]
         return decoder.look_up(table, tokens, head.vocab_size, params.top["fc"].dtype, context.layout)

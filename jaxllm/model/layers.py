@@ -105,7 +105,7 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
     if positions.ndim == 2 and len(positions) == 1:
         positions = positions[0]
     wide = positions.astype(jnp.float32)
-    each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T
+    each = wide[:, None] if wide.ndim == 1 else wide[np.asarray(rope.axes)].T  # of each pair
     angles = each * inverse_frequencies(rope)  # [T, size / 2]
     return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
 

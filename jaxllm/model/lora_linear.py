@@ -20,7 +20,7 @@ from jaxllm.model import layers
 from jaxllm.model.decoder import Linear
 from jaxllm.model.lora import Adapter, Pair
 
-Pairs = tuple[Pair[Array], ...]
+Pairs = tuple[Pair[Array], ...]  # one product, by adapter
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def declare(spec: Spec, latent: Latent) -> dict[str, Weight]:
     weights = {
         "latent": Weight((short, width), (None, "width"), (Part("latent", short),), is_product=True),
         "latent_norm": Weight((latent.rank,), (None,), (Part("latent_norm", latent.rank),), "ones"),
+        # In one tensor, by head; separate here, so that products need no slices.
         "key": Weight((keys, latent.rank), ("heads", None), (Part("key", keys, comb=of_keys),)),
         "value": Weight((values, latent.rank), ("heads", None), (Part("value", values, comb=of_values),)),
     }

@@ -197,7 +197,7 @@ def by_tiles(
     tile = _tile_size(tokens, experts)
     flat = chosen.reshape(total)
     order = jnp.argsort(flat).astype(jnp.int32)
-    counts = jnp.zeros(count, jnp.int32).at[flat].add(1)
+    counts = jnp.zeros(count, jnp.int32).at[flat].add(1)  # drops index E
     starts = jnp.cumsum(counts) - counts
     tiles = -(-counts // tile)
     ends = jnp.cumsum(tiles)

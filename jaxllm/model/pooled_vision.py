@@ -24,7 +24,7 @@ from jaxllm.model.vision import VisionSpec
 class PooledVisionSpec:
     """A tower and its projector."""
 
-    tower: VisionSpec
+    tower: VisionSpec  # without a projector
     tokens: int  # of a side; each is the average of a square of patches
 
     @property
@@ -36,13 +36,14 @@ class PooledVisionSpec:
         return self.tower.out_width
 
     def declare(self) -> Params[Weight]:
+        """Return the weights; matrices are [out, in]."""
         width, declared = self.tower.width, vision.declare_tower(self.tower)
         top = vision.norm_weights("post_norm", width) | vision.norm_weights("soft_norm", width, bias=False)
         top |= vision.matrix_weights("project", self.tower.out_width, width, bias=False)
         return Params(declared.top | top, declared.layers)
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        del most
+        del most  # images have one size
         return (self.num_tokens,)
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
@@ -56,12 +57,13 @@ class PooledVisionSpec:
 
 
 def encode(spec: PooledVisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N E"]:
+    """Return an image's embeddings for the decoder."""
     top, eps, side = params.top, spec.tower.norm_eps, spec.tokens
     with named_scope("vision_tower"):
         states = vision.tower(spec.tower, params, pixels)
         states = layers.norm(states, top["post_norm"], top["post_norm_bias"], "layer", eps)
     with named_scope("projector"):
-        patches = spec.tower.side // spec.tower.patch // side
+        patches = spec.tower.side // spec.tower.patch // side  # of a token's side
         squares = states.astype(jnp.float32).reshape(side, patches, side, patches, -1)
         pooled = jnp.mean(squares, axis=(1, 3)).reshape(side * side, -1).astype(states.dtype)
         return vision.linear(top, "project", layers.norm(pooled, top["soft_norm"], None, "rms+1", eps))

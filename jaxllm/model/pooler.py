@@ -94,7 +94,7 @@ def finish(pooler: Pooler, row: np.ndarray, params: PoolingParams) -> np.ndarray
     if not pooler.labels:
         vector = row[: params.dimensions]
         if pooler.normalize if params.normalize is None else params.normalize:
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)  # as in torch, zeros are preserved
         return vector.astype(np.float32)
     if params.use_activation is False or pooler.activation == "none":
         return row.astype(np.float32)

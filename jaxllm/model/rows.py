@@ -63,5 +63,5 @@ def in_order(parts: Sequence[Part], length: int, shards: int, wanted: slice) -> 
         for number, part in enumerate(parts):
             share = -(-part.rows * part.copies // shards)
             first = shard // part.copies * share
-            real = max(0, min(share, part.rows - first))
+            real = max(0, min(share, part.rows - first))  # the vocabulary may be padded
             yield Run(number, first, real, share - real)

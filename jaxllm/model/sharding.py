@@ -68,6 +68,7 @@ class Layout:
 
     @property
     def spans_processes(self) -> bool:
+        """Whether other processes hold parts of divided arrays."""
         return isinstance(self.mesh, Mesh) and len({device.process_index for device in self.devices}) > 1
 
     @property

@@ -75,6 +75,7 @@ def of_one(spec: Spec, layout: Layout) -> Spec:
 
 
 def stack(tree: Any, layout: Layout) -> Any:
+    """Describe the arrays of all stages, from descriptions of those of one."""
     return jax.tree.map(partial(_stacked, layout), tree) if layout.bounds else tree
 
 
@@ -109,6 +110,7 @@ def join(layers: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 
 
 def each_layer(places: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """Return the element of `places` for each layer."""
     if not layout.bounds:
         return tuple(places)
     return tuple(places[place_of(layer, layout)[1]] for layer in range(layout.bounds[-1]))

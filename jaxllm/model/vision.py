@@ -48,6 +48,7 @@ class VisionSpec:
 
     @property
     def num_layers(self) -> int:
+        """Layers that are computed: later ones are not loaded."""
         return max(self.features)
 
     @property
@@ -66,7 +67,7 @@ class VisionSpec:
         return declare(self)
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        del most
+        del most  # images have one size
         return (self.num_tokens,)
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
@@ -80,6 +81,7 @@ class VisionSpec:
 
 
 def declare(spec: VisionSpec) -> Params[Weight]:
+    """Return the weights; matrices are [out, in]."""
     declared, top = declare_tower(spec), dict[str, Weight]()
     for name, columns in (("project_1", len(spec.features) * spec.width), ("project_2", spec.out_width)):
         top |= matrix_weights(name, spec.out_width, columns, spec.projector_bias)
@@ -87,6 +89,7 @@ def declare(spec: VisionSpec) -> Params[Weight]:
 
 
 def declare_tower(spec: VisionSpec) -> Params[Weight]:
+    """Return the weights without the projector's."""
     width, tokens = spec.width, spec.num_patches + spec.has_class
     top = {
         "patches": Weight((width, 3, spec.patch, spec.patch), (None,) * 4, (Part("patches", width),)),
@@ -131,6 +134,7 @@ def encode(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"
 
 
 def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]) -> Float[Array, "N F"]:
+    """Return the states after the layers of `features`, concatenated."""
     top, count, size = params.top, spec.side // spec.patch, spec.patch
     dtype = top["positions"].dtype
     patches = pixels[:, : count * size, : count * size].reshape(3, count, size, count, size)

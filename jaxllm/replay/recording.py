@@ -58,6 +58,7 @@ class EventRecorder(ABC):
     """Makes an entry of each call, on the engine's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, pseudonyms: Pseudonyms | None = None) -> None:
+        """`clock` is the engine's; `pseudonyms` replace tokens."""
         self._clock = clock
         self._pseudonyms = pseudonyms
         self._start = 0.0
@@ -203,6 +204,7 @@ class FileRecorder(EventRecorder):
         self.write([MAGIC, FORMAT, header])
 
     def close(self) -> None:
+        """End the recording; later calls are ignored."""
         self._end("the engine has ended")
 
     def _end(self, why: str) -> None:
@@ -286,6 +288,7 @@ def pack_request(request: Request, pseudonyms: Pseudonyms | None = None) -> dict
 
 
 def describe(plan: Plan) -> list[int]:
+    """Return a plan's sizes, and a checksum of its columns."""
     check = 0
     for column in (plan.slots, plan.starts, plan.lengths, plan.samples, plan.table, plan.moves):
         check = zlib.crc32(column.tobytes(), check)

@@ -21,7 +21,7 @@ from jaxllm.scheduler.state import Events, Fork, Limits, Plan, Request, Source, 
 from jaxllm.speculative_config import MAX_DRAFTS
 
 MAX_ENTRY = 1 << 30  # bytes of a value
-END_OF_TIME = 253_402_300_800.0
+END_OF_TIME = 253_402_300_800.0  # year 10000, beyond dates
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -91,7 +91,7 @@ class Replayer:
             return Moment(number, time, kind, core.state, plan, difference=_difference(entry[2:], plan))
         plan = self.plans.pop(entry[2])
         for older in [older for older in self.plans if older < plan.number]:
-            del self.plans[older]
+            del self.plans[older]  # empty or ended
         events = self._commit(plan, *entry[3:])
         return Moment(number, time, kind, core.state, plan, events)
 
@@ -125,8 +125,8 @@ class Replay:
         if not self.path.is_file():
             raise UserError(f"there is no file {path}.", "file")
         self.header: Header | None = None
-        self.end = ""
-        self.cut: str | None = None
+        self.end = ""  # "" without an end mark
+        self.cut: str | None = None  # where an entry is truncated
         self._replayer: Replayer | None = None
 
     @property
@@ -152,7 +152,7 @@ class Replay:
             except UserError:
                 raise
             except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                what = f": {error}" if isinstance(error, ValueError) else ""
+                what = f": {error}" if isinstance(error, ValueError) else ""  # others name Python classes
                 raise UserError(f"{self.path} is damaged at event {count}{what}.", "file") from error
             except RuntimeError as error:  # violated invariant
                 raise UserError(f"{self.path}: the scheduler fails at event {count}: {error}.", "file") from error

@@ -42,6 +42,7 @@ class Aligner:
         return cls(setup, heads) if heads and fits and len(heads) == len(given) else None
 
     def compile(self, make: Callable[..., Any], model: StepModel, kv: Leaves) -> None:
+        """Compile the program with `make` (name, function, donated, shapes)."""
         params, size = tuple(jax.tree.leaves(model.params)), model.geometry.max_model_len
         assert model.state.sources is not None
         width = size + 1 + model.state.sources.shape[1]

@@ -49,6 +49,7 @@ def attention(
     stored_in = [jnp.where(is_real, own, other) for own, other in zip(blocks, nowhere, strict=True)]
     offsets = positions % size
     is_deterministic = not shape.tiles and not shape.is_decode  # only in deterministic mode
+    # All tokens, or the first R, which include the decode rows.
     alone = slice(None) if not shape.tiles else slice(shape.rows)
     alone_tables = _by_group(tables.at[slots[alone]].get(mode="clip"), geometry)  # [T or R, M] each
     lengths = jnp.where(is_real, positions + 1, 0)
@@ -110,7 +111,7 @@ def attention(
                 implementation=kernels["paged_prefill"],
                 **options,
             )
-            return chunks.at[: shape.rows].add(decoded)
+            return chunks.at[: shape.rows].add(decoded)  # each is zero in the other's rows
 
     return attend
 

@@ -47,6 +47,7 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
+        """Whether every row is one token, already on the device."""
         return self.sampling_fields == 0 and not self.bin_tokens
 
     def __str__(self) -> str:
@@ -62,7 +63,7 @@ class Extent(NamedTuple):
 
     tokens: int
     rows: int
-    tiles: int
+    tiles: int  # 0: a decode step
     adapters: int = 0
     proposes: bool = False
 
@@ -140,6 +141,7 @@ def uniform_shape(max_tokens: int, num_slots: int, block_size: int, sampling_fie
 
 
 def of_two_groups(shapes: Sequence[Shape]) -> list[Shape]:
+    """Triple the block-table entries, for windowed layers."""
     return [replace(shape, entries=3 * shape.entries) for shape in shapes]
 
 
@@ -226,6 +228,7 @@ def buffer_size(shape: Shape) -> int:
 
 
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
+    """Return the length of a packed buffer, in int32."""
     offset, size = list(table.values())[-1]
     return offset + math.prod(size)
 

@@ -29,10 +29,10 @@ import numpy as np
 from jaxllm.errors import UserError
 
 MAGIC = b"jaxllmKV"
-LAYOUT = "kv1"
+LAYOUT = "kv1"  # of folders, headers and rows
 PAGE = 4096  # bytes; a file takes whole pages
 LOCK_SECONDS = 1.0  # a write that waits longer is dropped
-TRIMMED = 0.9
+TRIMMED = 0.9  # share of the bound that a trim leaves, so that trims are rare
 _HEADER = struct.Struct("<8s16s32sBQ16s")  # magic, fingerprint, digest, group, bytes of the content, checksum
 _USED = struct.Struct("<q")
 _FOLDER = re.compile(r"kv1-[0-9a-f]{32}")
@@ -63,7 +63,7 @@ class DiskStore:
         self._fingerprint = bytes.fromhex(fingerprint)
         self._is_stuck = False
         try:
-            import fcntl
+            import fcntl  # not on Windows
 
             self._flock = fcntl.flock
             self._exclusive, self._unlock = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN

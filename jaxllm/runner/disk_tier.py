@@ -75,11 +75,11 @@ class DiskTier:
         self._metrics = metrics
         self._parts: list[set[Name]] = [set() for _ in range(256)]  # of the index, by the digest's first byte
         self._stamps = [0] * 256
-        self._forgotten: set[Name] = set()
+        self._forgotten: set[Name] = set()  # until their files are removed
         self._lock = threading.Lock()  # of the next field, with the order of `_to_write`
         self._expected: dict[Key, bytes] = {}
         self._tickets = itertools.count(1)
-        self._open: set[int] = set()
+        self._open: set[int] = set()  # tickets that are not cancelled
         self._to_write: SimpleQueue[tuple[Name, Row | None] | None] = SimpleQueue()
         self._most_pending = max(1, MOST_PENDING // max(self._sizes))
         self._to_read: SimpleQueue[tuple[int, int, int, bytes] | None] = SimpleQueue()
@@ -91,6 +91,8 @@ class DiskTier:
         self._writer.start()
         for _ in range(READERS):
             threading.Thread(target=self._read_all, name="jaxllm-disk-read", daemon=True).start()
+
+    # The engine's thread: `BlockSource`.
 
     def has(self, group: int, digest: bytes) -> bool:
         name = group, digest
@@ -132,6 +134,8 @@ class DiskTier:
         with self._lock:
             self._expected.clear()
 
+    # The thread that copies blocks to the host.
+
     def copied(self, key: Key, row: Row) -> None:
         """Write a block from the host's memory, unless too many wait."""
         with self._lock:
@@ -150,6 +154,8 @@ class DiskTier:
         self._open.clear()
         for _ in range(READERS):
             self._to_read.put(None)
+
+    # Background threads.
 
     def _write_all(self) -> None:
         while True:

@@ -119,7 +119,7 @@ class _DecoderPasses(_Passes):
         self, model: StepModel, how: Drafting, params: Params[jax.Array], state: DeviceState[jax.Array], batch: Batch
     ) -> None:
         super().__init__(model, how, params, state, batch)
-        if not (batch.shape.is_decode and batch.shape.drafts):
+        if not (batch.shape.is_decode and batch.shape.drafts):  # else `begin` computes the missing tokens
             decoder.forward(self._spec, self._params, batch.tokens, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ class Drafted(Generic[Leaf]):
 
     lengths: Leaf  # int32[S]
     tokens: Leaf  # int32[S, K]: drafts that follow the tokens
-    kv: tuple[KvLayer[Leaf], ...] = ()
+    kv: tuple[KvLayer[Leaf], ...] = ()  # of the draft model
     aux: tuple[Leaf, ...] = ()  # [T, D] each: the target's hidden states, between the parts of a step
 
 

@@ -61,6 +61,7 @@ class ThreadedCopies:
     """Copies rows in one thread, in order."""
 
     def __init__(self, copied: Callable[[Key, Row], None] | None = None) -> None:
+        """`copied` is called in the thread after each success."""
         self._copied = copied
         self._asked: SimpleQueue[Sequence[tuple[Key, Row]] | None] = SimpleQueue()
         self._ended: deque[Copied] = deque()
@@ -127,7 +128,7 @@ class HostTier:
         self._copies = copies
         self._metrics = metrics
         self._put = put
-        self._rows: dict[tuple[int, int], Row] = {}
+        self._rows: dict[tuple[int, int], Row] = {}  # by group and host block
         self._newest: dict[tuple[int, int], int] = {}  # plan of the block's last store
 
     def move(self, state: Leaves, moves: np.ndarray, plan: int) -> Leaves:
@@ -186,7 +187,7 @@ class HostTier:
                 written = self._programs[LOAD_PROGRAMS[group]](tuple(leaves[at] for at in own), targets, tuple(rows))
                 for at, leaf in zip(own, written, strict=True):
                     leaves[at] = leaf
-                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
+                if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
                     jax.block_until_ready([leaves[at] for at in own[:1]])
         self._metrics.loaded_tokens += int(np.count_nonzero(loads[:, 0] == 0)) * self._geometry.block_size
         return tuple(leaves)
@@ -202,6 +203,7 @@ def leaves_of(spec: Spec, geometry: Geometry, state: DeviceState[Any]) -> list[l
 
 
 def compile_moves(model: StepModel, make: Callable[..., Any]) -> dict[str, Any]:
+    """Compile the tier's programs, by name; `make` is that of `small_programs.compile_all`."""
     layout, leaves = model.layout, jax.tree.leaves(model.state)
     blocks = jax.ShapeDtypeStruct((MOVED_BLOCKS,), jnp.int32, sharding=layout.sharding())
     made: dict[str, Any] = {}
@@ -239,7 +241,7 @@ def read_blocks(program: Callable[..., Any], leaves: Leaves, blocks: Sequence[in
         padded = np.zeros(MOVED_BLOCKS, np.int32)
         padded[: len(piece)] = piece
         rows += to_host(program(leaves, padded)[: len(piece)])
-        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:
+        if (start + MOVED_BLOCKS) % MOST_LOADED == 0:  # bounds the rows on the device
             jax.block_until_ready(rows[-1])
     return rows
 
@@ -269,7 +271,7 @@ def _kinds(cache: Sequence[jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 def _row_spec(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     assert isinstance(leaf.sharding, NamedSharding)
-    return PartitionSpec(*leaf.sharding.spec)
+    return PartitionSpec(*leaf.sharding.spec)  # stages each have the rows of their layers
 
 
 def _store(kinds: Sequence[Sequence[int]], name: str) -> Callable[[Leaves, jax.Array], tuple[Row, ...]]:

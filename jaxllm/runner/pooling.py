@@ -33,7 +33,7 @@ from pallas_kernels.kv_cache.xla import rotate
 # Queries of a bin that attend at once, so that scores fit in a cache: 2,048 tokens take 30 ms, else 58 (two Zen 5
 # cores).
 _PIECE = 128
-_LOWEST = -1e30
+_LOWEST = -1e30  # below every score and finite, see pallas_kernels/attention/xla.py
 
 
 @struct.dataclass
@@ -89,6 +89,7 @@ def build(model: StepModel, shape: Shape) -> Callable[[Leaves, Leaves, jax.Array
 def _pool_chunks(
     model: StepModel, shape: Shape, params: Params[jax.Array], state: PoolState[jax.Array], buffer: jax.Array
 ) -> tuple[PoolState[jax.Array], jax.Array]:
+    """Compute chunks of prompts; a row's result is valid in its prompt's last chunk."""
     head = model.head
     assert isinstance(head, Pooler) and state.tables is not None
     field = step.fields_of(batch.fields(shape), buffer)
@@ -164,6 +165,7 @@ def attention_in_bins(spec: Spec, layout: Layout, params: Params[jax.Array], len
         q, k, v = (one.reshape(-1, length, kv_heads, one.shape[1] // kv_heads, one.shape[2]) for one in (q, k, v))
         q = q.transpose(0, 2, 3, 1, 4)  # [b, K, G, L, C]
         k, v = k[:, :, :, 0].swapaxes(1, 2), v[:, :, :, 0].swapaxes(1, 2)  # [b, K, L, C]
+        # Non-finite values must affect only their row, and zero times NaN is NaN.
         is_bad = ~jnp.isfinite(v).all(axis=(1, 3))  # [b, L]
         v = jnp.where(is_bad[:, None, :, None], 0, v)
 

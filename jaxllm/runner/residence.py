@@ -87,7 +87,7 @@ class Residence(ABC):
 
     def end_update(self, update: WeightUpdate) -> None:
         leaves, count = update.finished(), len(jax.tree.leaves(replace(self._params_shapes, draft=None)))
-        if any(leaf is None for leaf in leaves[count:]):
+        if any(leaf is None for leaf in leaves[count:]):  # dropped at level 2
             leaves[count:] = jax.tree.leaves(self._load_draft(progress=False))
         self._params = tuple(jax.block_until_ready([*map(_put, leaves, self._described)]))
         self._away, self._is_mixed = [], False

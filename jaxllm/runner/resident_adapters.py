@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.model.lora import Adapter
 
 Leaves = tuple[jax.Array, ...]
-Weights = Callable[[int], Adapter[np.ndarray]]
+Weights = Callable[[int], Adapter[np.ndarray]]  # by an adapter's number
 
 
 class ResidentAdapters:

@@ -52,7 +52,7 @@ class StepOutput:
     # Of steps that verify drafts; their log-probabilities are of every token.
     counts: np.ndarray | None = None  # int32[R]: accepted drafts plus one
     places: np.ndarray | None = None  # int[R]: of a row's first token in the log-probabilities
-    side: dict[str, Any] = field(default_factory=dict)
+    side: dict[str, Any] = field(default_factory=dict)  # of features, by name
 
 
 def join(sampled: Sampled) -> jax.Array:
@@ -86,7 +86,7 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
 def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
-    if not plan.num_drafts:
+    if not plan.num_drafts:  # a chunk samples after its last token
         last = np.cumsum(plan.lengths) - 1
         arrays = {own.name: getattr(result, own.name) for own in fields(result)}
         return replace(result, **{name: each[last] for name, each in arrays.items() if isinstance(each, np.ndarray)})

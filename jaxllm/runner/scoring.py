@@ -42,7 +42,7 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
     on_shard.__name__ = "score_whole" if is_whole else "score"
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
     layout = model.layout
-    is_divided = is_whole and not layout.spans_processes
+    is_divided = is_whole and not layout.spans_processes  # each process reads all of the result
     result = layout.spec(None, "vocab") if is_divided else layout.spec()
     return layout.shard_map(on_shard, (params_specs, layout.spec(), layout.spec()), result)
 
@@ -52,7 +52,7 @@ def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list
     scores = []
     for row, of in enumerate(wanted):
         if of.is_whole:
-            order = np.argsort(-values[row], kind="stable")
+            order = np.argsort(-values[row], kind="stable")  # ties by id, as in lax.top_k
             logprob = values[row, of.token]
             rank = 1 + int(np.count_nonzero(values[row] > logprob))
             scores.append(Score(of, float(logprob), rank, values[row, order], order))

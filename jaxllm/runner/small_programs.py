@@ -17,7 +17,7 @@ from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.setup.kv_cache import Geometry, leaves_by_group
 
-PATCH_ENTRIES = 1024
+PATCH_ENTRIES = 1024  # changes per call
 PATCH_EXTRAS = 8  # requests per call: 26 kB each for a vocabulary of 152,000
 COPIED_BLOCKS = 16  # per call: 1.5 times the most that ten forking beams need
 COPY_PROGRAMS = ("copy_blocks", "copy_windowed_blocks")  # by group

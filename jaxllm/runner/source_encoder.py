@@ -25,7 +25,7 @@ from jaxllm.runner.step_model import Leaves, StepModel, products_of
 from jaxllm.setup.kv_cache import KvLayer
 from jaxllm.setup.model_setup import Setup, declare_encoder, describe_encoder
 
-PLACED = 16
+PLACED = 16  # slots per call of `place`
 SHORTEST = 32  # tokens
 
 
@@ -67,6 +67,7 @@ class SourceEncoder(EncoderWeights):
         self.aligner = Aligner.of(setup) if self._num_mels else None
 
     def compile(self, make: Callable[..., Any], model: StepModel) -> None:
+        """Compile the programs with `make` (name, function, donated, shapes)."""
         state: DeviceState[jax.ShapeDtypeStruct] = model.state
         everywhere = model.layout.sharding()
         self._model, self._kv_at = model, leaf_index(state, "kv")
@@ -111,6 +112,7 @@ class SourceEncoder(EncoderWeights):
         return tuple(leaves)
 
     def weights(self, params: Leaves, state: Leaves, tokens: Sequence[int], blocks: Sequence[int]) -> np.ndarray:
+        """Return the attention of tokens to a source in the cache; see `Aligner.weights`."""
         assert self.aligner is not None
         return self.aligner.weights(params, tuple(state[self._kv_at : self._kv_at + self._num_kv]), tokens, blocks)
 
@@ -194,7 +196,7 @@ def lengths(max_tokens: int) -> list[int]:
     >>> lengths(100)
     [32, 64, 104]
     """
-    longest = max(SHORTEST, -(-max_tokens // 8) * 8)
+    longest = max(SHORTEST, -(-max_tokens // 8) * 8)  # matrix products prefer multiples of 8
     return sorted({min(longest, SHORTEST << power) for power in range(longest.bit_length())})
 
 

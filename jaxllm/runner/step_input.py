@@ -34,12 +34,12 @@ class PackedStep:
     """A step's programs and host arrays, for each process of an engine."""
 
     plan: Plan
-    way: ProgramKeys
+    way: ProgramKeys  # of the program, or of a held step's two halves
     buffer: np.ndarray  # int32[·], see batch.py
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]
+    adapters: tuple[int, ...]  # in argument order
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
     sources: SourceInputs | None = None

@@ -33,11 +33,11 @@ class StepModel:
     processors: Sequence[Processor]
     layout: Layout
     params: Params[jax.ShapeDtypeStruct]
-    state: Any
+    state: Any  # describes a DeviceState or PoolState
     kernels: Mapping[str, Choice]
     head: Head | None = None
     adapters: RowWeights | None = None
-    drafting: Drafting | None = None
+    drafting: Drafting | None = None  # of an engine that verifies drafts
     encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
     first_timestamp: int | None = None  # of a speech model, see timestamps.py
 

@@ -42,7 +42,7 @@ class WeightUpdate:
             for layer, own in [(None, numbered.top), *layers]
             for name, leaf in own.items()
         }
-        self._pending: dict[str, GivenTensor] = {}
+        self._pending: dict[str, GivenTensor] = {}  # of incomplete weights
         self._given: set[str] = set()
         self._leaves: Holes | None = None
         self.folder: Path | None = None
@@ -92,6 +92,7 @@ class WeightUpdate:
         self.folder = folder
 
     def finished(self) -> Holes:
+        """Return the new leaves; a draft model's are unchanged."""
         assert self._leaves is not None
         return self._leaves
 

@@ -211,7 +211,7 @@ def pack_row(
         *(min(params.top_k, vocab_size), prompt_length, min_length),
         *(len(params.logit_bias or ()), num_bad_word_tokens, params.allowed_token_ids is not None, processors),
     )
-    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
+    words = np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)  # as jax.random.key
     row[_KEY_AT:_STOP_IDS_AT] = words.view(np.int32)
     row[_STOP_IDS_AT : _STOP_IDS_AT + len(held_back)] = held_back
     return row
@@ -457,6 +457,7 @@ def _chosen_by_kernel(
         rows.min_p if has_filters else None,
         implementation=kernel,
     )
+    # With filters or a mask, -inf marks banned tokens.
     return tokens, is_finite if has_filters or is_masked else is_all_finite
 
 

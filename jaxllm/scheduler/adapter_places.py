@@ -40,7 +40,7 @@ class AdapterPlaces:
             return True
         if adapter in self.closed:
             return False
-        num_lacking = len(self._in_use) + self._num_claims - self._most
+        num_lacking = len(self._in_use) + self._num_claims - self._most  # negative: free places
         if adapter in self._in_use:
             if num_lacking <= 0 or adapter not in self._in_use[: min(num_lacking, self._most_draining)]:
                 return True

@@ -33,7 +33,7 @@ def admit(
     passed_over = editor.host.passed_over if has_host else frozenset()
     skipped: list[Waiting] = []
     for place, entry in enumerate(editor.waiting):
-        if place < len(skipped) + len(admitted):
+        if place < len(skipped) + len(admitted):  # in the beam group of an earlier entry
             continue
         if not free_slots or budget == 0 or len(rows) == limits.max_step_chunks:
             break
@@ -169,7 +169,7 @@ def _admit_beam_group(
             sources.follow(editor, slot, slots[0])
         if number >= len(found):
             occupancy.occupy(editor, limits, slot, entry, 0, ())
-            own = editor.own_slots
+            own = editor.own_slots  # no column test finds work for it
             own.num_prefill[slot] = own.length[slot] = own.num_tokens[slot] = own.limit[slot] = 0
             admitted.append(Admission(slot, entry.request, entry.num_tokens, 0))
             continue

@@ -157,7 +157,7 @@ def fork(editor: StateEditor, limits: Limits, moves: Sequence[Fork]) -> None:
         if num_freed[target] != num_freed[source]:
             own.num_freed[target] = num_freed[source]
     for slot in beam_group:
-        if not slots.num_tokens[slot]:
+        if not slots.num_tokens[slot]:  # its first row: a chunk of one token
             own.num_prefill[slot] = num_computed + 1
             own.limit[slot] = limit
         own.num_computed[slot] = num_computed

@@ -46,7 +46,7 @@ class Pool(NamedTuple):
     stamps: np.ndarray  # int32[N]: incremented by a hit of a cached block, whose queue entry is then stale
     free: np.ndarray  # int32[F]: without content, taken from the end
     num_cached: int
-    num_entries: int
+    num_entries: int  # with stale ones
     oldest: Chunk | None  # cached blocks, least recently released first …
     newest: Chunk | None  # … continued in reverse: a two-list queue
     shards: tuple[bytes, ...]  # of the prefix index, by the digest's first bytes
@@ -109,7 +109,7 @@ class PoolEditor:
         self._pool = pool
         self._references: np.ndarray | None = None
         self._stamps: np.ndarray | None = None
-        self._shards: Sequence[bytes] = pool.shards
+        self._shards: Sequence[bytes] = pool.shards  # a list after a change
         self._records = records
         self.changes: list[tuple[bool, bytes]] = []
         self.evicted: list[tuple[bytes, int]] = []
@@ -338,7 +338,7 @@ def _entries(shard: bytes) -> Iterator[tuple[bytes, int]]:
 
 def _place(shard: bytes, digest: bytes) -> int:
     at = shard.find(digest, 1)
-    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):
+    while at > 0 and (at - 1) % (len(digest) + BLOCK_BYTES):  # a match across two entries
         at = shard.find(digest, at + 1)
     return at
 

@@ -50,7 +50,7 @@ def issue(editor: StateEditor, limits: Limits, rows: np.ndarray) -> tuple[np.nda
     """
     slots = editor.slots
     drafts = wanted(editor, limits, rows)
-    lengths = slots.num_computed[rows]
+    lengths = slots.num_computed[rows]  # before this step
     proposes = bool(drafts.any())
     drafts *= slots.has_drafts[rows]
     if slots.has_drafts.any() or proposes:

@@ -18,7 +18,7 @@ from jaxllm.scheduler.block_pool import chain
 class Segment(NamedTuple):
     """An image in a prompt."""
 
-    start: int
+    start: int  # of its first placeholder
     length: int  # tokens
     digest: bytes  # of all that its embeddings depend on
 

@@ -70,7 +70,7 @@ def has_room(editor: StateEditor, limits: Limits, entering: Sequence[Entering], 
             min(-(-each.num_tokens // limits.block_size) - each.num_hits, covered(limits) + 2 - len(each.near)),
             -(-each.first_end // limits.block_size) - each.num_hits,
         )
-        + sum(block < 0 for block in each.near)
+        + sum(block < 0 for block in each.near)  # in the host
         for each in entering
     )
     pool = editor.window_pool
@@ -177,6 +177,7 @@ def publish(editor: StateEditor, slot: int, digests: Sequence[bytes], full: rang
 
 
 def contents(editor: StateEditor, slot: int, digests: Sequence[bytes], full: range) -> Iterator[tuple[bytes, int]]:
+    """Return digests and blocks of a slot's blocks `full` except freed ones."""
     num_freed = int(editor.slots.num_freed[slot])
     first = max(full.start, num_freed)
     table = editor.window_tables[slot]

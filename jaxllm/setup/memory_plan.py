@@ -37,7 +37,7 @@ class Need:
     """The memory that a model needs on each device, in bytes unless noted."""
 
     weights: int
-    temporaries: int
+    temporaries: int  # of the largest program
     is_measured: bool  # read from programs; else a high estimate
     slots: int  # block tables, tokens and sampling numbers
     block: int  # all layers, or all without windows
@@ -105,6 +105,7 @@ class MemoryPlan:
 
     @property
     def host_blocks(self) -> tuple[int, int]:
+        """Blocks of the host's tier, by group of layers, in the proportion of the device's."""
         need, windowed = self.need, self.need.windowed
         if windowed is None:
             return need.host // need.block, 0

@@ -272,7 +272,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     most = described.most_tokens
     longest = config.max_model_len or recorded.get("max_model_len") or most
     slots, tokens = step_sizes(config, recorded, is_cpu, head is not None)
-    if not spec.is_causal and tokens < longest:
+    if not spec.is_causal and tokens < longest:  # prompts are computed whole
         if config.max_num_batched_tokens is not None:
             raise UserError(
                 f"max_num_batched_tokens ({tokens}) must be at least max_model_len ({longest}), because "
@@ -397,7 +397,7 @@ def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, 
     tokens = config.max_num_batched_tokens or recorded.get("max_num_batched_tokens")
     if config.deterministic:
         usual_slots, usual_tokens = (16, 32) if is_cpu else (128, 256)
-    elif pools:
+    elif pools:  # a prompt takes few steps
         usual_slots, usual_tokens = (256, 2048) if is_cpu else (1024, 16384)
     else:
         usual_slots, usual_tokens = (64, 160) if is_cpu else (256, 8192)
@@ -450,6 +450,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         # A step adds at most one, and two steps in flight may read removed ones.
         adapters=0 if adapters is None else (config.max_loras + 2) * _bytes_on_one(adapters.described),
         temporaries=_guess(setup) if temporaries is None else temporaries,
+        # See DeviceState.
         slots=4
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
@@ -597,6 +598,6 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
 def _guess(setup: Setup) -> int:
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
-    if spec.experts is not None:
+    if spec.experts is not None:  # outputs of each token's experts, twice
         widest = max(widest, 2 * spec.experts.per_token * spec.width)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

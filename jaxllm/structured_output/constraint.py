@@ -25,6 +25,7 @@ class Preamble:
 
     # Texts, and the grammars after each; before a mark all tokens but ends are allowed. Empty: constrained throughout.
     marks: tuple[tuple[bytes, tuple[LLMatcher, ...]], ...] = ()
+    # Prefixes of an unconstrained part.
     openings: tuple[bytes, ...] = ()
 
 
@@ -49,7 +50,7 @@ class Constraint:
         self.origins = (*origins, *(each for _, found in way.marks for each in found))
         self.allowed = allowed  # union over all grammars: int32[W]
         self._marks = way.marks
-        self.openings = way.openings
+        self.openings = way.openings  # remainders that match so far
         self.matchers: list[LLMatcher] = []
         self._is_free = bool(way.marks) and not way.openings
         if not self._is_free:
@@ -112,7 +113,7 @@ class Constraint:
             else:
                 for matcher in self.matchers:
                     matcher.consume_token(token)
-        except (OverflowError, TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:  # an invalid token id
             self.fail(str(error))
         self.check()
 

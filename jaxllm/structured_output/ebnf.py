@@ -21,7 +21,7 @@ _GBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z0-9][\w-]*)[ \t]*::=")
 # Unclosed texts match to the end: searching from each quote would be quadratic.
 _GBNF_PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\])*(?:"|(?P<open>))|\[(?:\\.|[^\]\\])*(?:\]|(?P<open_class>))')
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))|\\.", re.DOTALL)
-_SET_OPERATIONS = ("&&", "--", "~~")
+_SET_OPERATIONS = ("&&", "--", "~~")  # of Rust's classes; literal in GBNF
 
 # As llguidance's lexer (parser/src/lark/lexer.rs).
 _LARK = re.compile(

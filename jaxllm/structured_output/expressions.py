@@ -30,6 +30,7 @@ _CATEGORIES = {
     "CATEGORY_WORD": (_WORD, "0-9A-Za-z_"),
     "CATEGORY_NOT_WORD": (r"[^\p{L}\p{N}_]", "[^0-9A-Za-z_]"),
 }
+# Supersets, for negated classes.
 _LEFT_OUT = {
     "CATEGORY_DIGIT": r"\p{Nd}",
     "CATEGORY_NOT_DIGIT": "[^0-9]",
@@ -179,7 +180,7 @@ class _Writer:
         if op == "SUBPATTERN":
             _, added, removed, inner = value
             return f"(?:{self._sequence(inner, (flags | added) & ~removed, begin, end)})"
-        if op in ("MAX_REPEAT", "MIN_REPEAT"):
+        if op in ("MAX_REPEAT", "MIN_REPEAT"):  # equal in full matches
             least, most, inner = value
             bound = "" if most is _parser.MAXREPEAT or str(most) == "MAXREPEAT" else int(most)
             return f"(?:{self._sequence(inner, flags, _Edge.INNER, _Edge.INNER)}){{{int(least)},{bound}}}"

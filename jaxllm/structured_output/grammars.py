@@ -47,7 +47,7 @@ MAX_USES = 64
 _WHITESPACE = r"[ \n\r\t]{1,8}"
 
 _MOST_TEXT = 2**13  # as schemas.MAX_TEXT
-_LONG_SECONDS = 0.001
+_LONG_SECONDS = 0.001  # on one thread; further masks use several
 _NUM_TRIED = 3  # steps: JSON's bracket and two more
 
 # llguidance 1.9.1, one core, 128,000 tokens: first use 1.9 s, 86 MB; a mask 13 µs (median), 0.2 ms (p99), 2 to 6 ms for
@@ -167,7 +167,7 @@ class Grammars:
             self._make(some, masks)
             at, now = at + len(some), time.perf_counter()
             seconds = now - before
-            if seconds > SLOW_SECONDS and len(some) == 1:
+            if seconds > SLOW_SECONDS and len(some) == 1:  # without other processes
                 used, before_used = time.thread_time(), used
                 seconds = min(seconds, used - before_used)
             for constraint, _ in some:

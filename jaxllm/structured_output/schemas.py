@@ -119,6 +119,7 @@ def check_size(schema: Any) -> None:
 
 
 def _num_conjuncts(schema: dict[str, Any]) -> int:
+    """Count the schemas to intersect: of allOf, and a pattern next to a reference or alternatives."""
     parts = schema.get("allOf")
     beside = "pattern" in schema and any(name in schema for name in (*_REFERENCES, "anyOf", "oneOf"))
     return beside + (len(parts) if isinstance(parts, list) else 0)
@@ -151,6 +152,7 @@ def _depth(value: Any) -> int:
 
 
 def _digits(multiple: Any) -> int:
+    """Return significant digits as an integer: 25 for 2.5 and 25,000."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(_as_float(multiple)):
         return 1
     digits = "".join(map(str, Decimal(json.dumps(multiple)).as_tuple().digits)).rstrip("0")

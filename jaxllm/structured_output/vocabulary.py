@@ -47,6 +47,7 @@ class Vocabulary:
         self.allowed = _mask(np.array([bool(text) for text in texts]) | np.isin(np.arange(vocab_size), eos))
 
     def bytes_of(self, token: int) -> bytes:
+        """Return a token's bytes within a text; special tokens as spelled."""
         piece = self._tokenizer.piece(token)
         return piece if isinstance(piece, bytes) else piece[1].encode()
 

@@ -17,7 +17,7 @@ from jaxllm.text.template_shapes import TOOL, Message, Shape, find_shape
 if TYPE_CHECKING:
     import jinja2
 
-MAX_TEXT = 1 << 25
+MAX_TEXT = 1 << 25  # several times a server's largest body
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 _MAX_TRIAL = 1 << 18  # of probes
 _CONTINUES_HERE = "JAXLLM_CONTINUES_HERE"

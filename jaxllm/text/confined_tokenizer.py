@@ -138,4 +138,4 @@ class ConfinedTokenizer(ConfinedTemplates):
         return None if token is None else self.token_id(token)
 
     def _is_foreign(self, template: str) -> bool:
-        return True
+        return True  # this tokenizer encodes the model's template too

@@ -30,7 +30,7 @@ _MOST_VOCABULARY = 32 * 2**20  # bytes
 def main() -> None:
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
-        os.dup2(2, descriptor)
+        os.dup2(2, descriptor)  # library output is not a result
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most_bytes = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))

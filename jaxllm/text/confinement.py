@@ -177,6 +177,7 @@ class Process:
         return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
+        """Record a tokenizer of the process; return whether it caches others."""
         self.sources[source] = None
         self.sources.move_to_end(source)
         if len(self.sources) > MOST_KEPT:

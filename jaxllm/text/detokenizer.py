@@ -110,7 +110,7 @@ def _advance_bytes(state: Detokenizer, decoding: Decoding, new: bytes) -> tuple[
     buffer = state.pending + new
     text, settled = _decode_settled(buffer)
     if state.prompt_bytes and _unfinished(buffer[: state.prompt_bytes + 1]) is None:
-        text = text[1:]
+        text = text[1:]  # that U+FFFD is the prompt's
     if state.is_start and decoding.strip and text:
         text = text.removeprefix(decoding.strip)
     if settled == len(buffer) and not state.pending and not state.is_start:
@@ -156,6 +156,7 @@ def _unfinished(data: bytes) -> bytes | None:
 
 
 def _begins_surrogate(rest: bytes) -> bool:
+    """Detect surrogates, which CPython treats as incomplete."""
     return rest[:1] == b"\xed" and rest[1:2] >= b"\xa0"
 
 

@@ -32,7 +32,7 @@ _ENDS = (
     *("<|file_separator|>", "<file_sep>", "<repo_name>"),  # CodeGemma, StarCoder2
     *("▁<EOT>", "<|EOT|>"),  # CodeLlama, DeepSeek-Coder
 )
-_ANCHOR = "☺"
+_ANCHOR = "☺"  # Meta's choice (codellama, llama/tokenizer.py)
 
 
 def encode(

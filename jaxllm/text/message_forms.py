@@ -12,8 +12,9 @@ from jaxllm.errors import UnsupportedError, UserError
 from jaxllm.media.image_part import ImagePart, path_of
 from jaxllm.text.template_shapes import BLANKS, CALLER, Blank, Shape
 
+# JSON's names of wrong content parts.
 _KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", list: "array"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 # (text, name for errors) -> arguments, or text that is not JSON.
 ReadArguments = Callable[[str, str], Any]
@@ -66,6 +67,7 @@ def _shaped(message: Any, name: str, shape: Shape, read: ReadArguments | None) -
     copied = {key: value for key, value in message.items() if value is not None}
     calls, thought = copied.get("tool_calls"), next((copied[key] for key in _REASONING if key in copied), None)
     if thought is not None:
+        # transformers uses two of these, some templates the third.
         copied = {"thinking": thought, **copied, "reasoning_content": thought}
         copied |= {"reasoning": thought} if shape.names_reasoning and "reasoning" not in copied else {}
     if isinstance(calls, list | tuple):
@@ -118,7 +120,7 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
     if isinstance(content, str):
         return content if shape.takes_text(role) else [{"type": "text", "text": content}]
     if not isinstance(content, list | tuple):
-        return content
+        return content  # the template reports it
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     for at, part in enumerate(parts):
         if isinstance(part, ImagePart):

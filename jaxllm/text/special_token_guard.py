@@ -38,6 +38,7 @@ class SpecialTokens:
 
         added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
         self._backend = backend
+        # Searches added tokens only.
         self._finder = Backend(models.WordLevel({"": 0}, unk_token=""))
         if backend.normalizer is not None:
             self._finder.normalizer = backend.normalizer
@@ -260,6 +261,7 @@ def _copy(backend: Any, added: Sequence[Any]) -> Any:
     ours, theirs = (
         {key: token.content for key, token in each.get_added_tokens_decoder().items()} for each in (copy, backend)
     )
+    # In this order, unless the file assigns others.
     if ours == theirs:
         return copy
     largest = max(backend.get_vocab().values(), default=0)

@@ -15,8 +15,8 @@ class StopMatcher:
     stops: tuple[str, ...]
     held: str = ""
     matched: str | None = None
-    progress: tuple[int, ...] = ()
-    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    progress: tuple[int, ...] = ()  # by stop string: longest prefix that ends the text
+    borders: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # by stop string
     firsts: frozenset[str] = field(default=frozenset(), repr=False)
 
     @classmethod

@@ -34,6 +34,7 @@ def place_of(
         frame = trace.tb_frame
         if frame.f_code.co_filename == "<template>":
             lines.append(trace.tb_lineno)
+            # The innermost loop's message is last.
             for value in frame.f_locals.values():
                 index = next((at for at, message in enumerate(conversation) if message is value), index)
         trace = trace.tb_next

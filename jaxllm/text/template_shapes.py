@@ -19,6 +19,7 @@ Blank: TypeAlias = Literal["missing", "null", "empty"]
 
 CALLER = "assistant with calls"  # some templates render its content differently
 BLANKS: Mapping[Blank, Message] = {"missing": {}, "null": {"content": None}, "empty": {"content": ""}}
+# In no template.
 _NAME, _KEY, _VALUE, _FIRST, _SECOND, _THOUGHT = (
     f"jaxllm{word}" for word in ("f", "k", "v", "first", "second", "idea")
 )
@@ -53,7 +54,7 @@ class Shape:
     takes_objects: bool
     takes_texts: bool  # even truncated
     short_ids: bool  # nine letters and digits
-    thought_is_part: bool
+    thought_is_part: bool  # of type "thinking"
     names_reasoning: bool  # `reasoning`, which transformers does not set
 
     def takes_parts(self, role: str) -> bool:
@@ -159,6 +160,7 @@ def _kinds(show: Show, around: Callable[[Message], list[list[Message]]], role: s
     for as_text, as_parts in zip(texts(_FIRST), texts(parts), strict=True):
         once = as_text.count(_FIRST)
         kinds |= {"text"} if once else set()
+        # Otherwise parts are printed, or text is repeated per part.
         is_plain = len(_TYPE.findall(as_parts)) <= len(_TYPE.findall(as_text))
         if is_plain and 0 < as_parts.count(_FIRST) == as_parts.count(_SECOND) <= (once or 1):
             kinds.add("parts")
@@ -175,7 +177,7 @@ def _best_blank(
     if len(found) > 1 and "null" in found:
         spelled = {name: sum(len(_NONE.findall(text)) for text in own) for name, own in found.items()}
         if spelled.pop("null") > min(spelled.values()):
-            del found["null"]
+            del found["null"]  # rendered as "None" or "null"
     return min(found, key=lambda name: (-len(found[name]), sum(map(len, found[name])))) if found else None
 
 

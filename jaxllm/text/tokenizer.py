@@ -75,7 +75,7 @@ class Tokenizer:
         has_types: bool = True,
         adds_eos: bool = False,
     ) -> None:
-        self.backend = backend
+        self.backend = backend  # a tokenizers.Tokenizer
         self._named_tokens = dict(named_tokens)
         self._adds_eos = adds_eos
         self._appended: int | None = None
@@ -211,7 +211,7 @@ class Tokenizer:
         most = num_tokens + TOKENS_AT_A_CUT
         length = _CHARACTERS * most
         while length < len(text) and len(self.encode(text[:length], add_special_tokens=False)) <= most:
-            length *= 2
+            length *= 2  # long words, or characters without tokens
         return text[:length]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:

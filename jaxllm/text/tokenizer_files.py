@@ -91,7 +91,7 @@ def _tokenizer_folder(folder_or_id: str | Path, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(folder_or_id, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # all of huggingface_hub
         raise UserError(
             f"No tokenizer for {folder_or_id!r}: it is not a local folder, and the hub answered: {_one_line(error)}",
             "tokenizer",
@@ -139,7 +139,7 @@ def _add_lowercase(backend: Any) -> None:
 def _try(backend: Any, folder: Path) -> None:
     """Refuse a tokenizer with contradictory parts, which fails only when used."""
     with typed_errors(lambda said: UserError(f"The tokenizer of {folder} cannot read texts: {said}", "tokenizer")):
-        for text in ("a b", "\U0010fffe"):
+        for text in ("a b", "\U0010fffe"):  # the second is in no vocabulary
             backend.decode(backend.encode(text).ids, skip_special_tokens=False)
 
 

@@ -80,11 +80,13 @@ def attend(
         values = values * shrink[:, None] + _dot(weights.astype(v.dtype), v)
         return values, highest_now, total * shrink + jnp.sum(weights, axis=1)
 
+    # A sink is a key without value.
     values = jnp.zeros((group, width), jnp.float32)
     if sinks is None:
         seen = values, jnp.full((group,), LOWEST, jnp.float32), jnp.zeros((group,), jnp.float32)
     else:
         seen = values, sinks[head].astype(jnp.float32), jnp.ones((group,), jnp.float32)
+    # Table entries beyond the last key are not read.
     values, _, total = lax.fori_loop(first_place // block_tokens, pl.cdiv(length, block_tokens), visit, seen)
     total = jnp.where(total > 0, total, 1.0)  # rows of length 0 return zeros
     out[row, head] = (values / total[:, None]).astype(out.dtype)

@@ -191,7 +191,7 @@ def attend(
             if some == 1:
                 highest = tl.load(sinks + head * G + rows % G).to(tl.float32) * _LOG2_E
                 total = tl.full((BM,), 1.0, tl.float32)
-        if WINDOW is None:
+        if WINDOW is None:  # these keys need no mask
             whole = begin + tl.maximum(tl.minimum(end, position + first_row // G + 1) - begin, 0) // BN * BN
         else:
             whole = begin

@@ -67,7 +67,7 @@ def choose(
     if bias is not None:
         candidate += tl.load(bias + experts, mask=is_expert, other=0.0)
     bits = candidate.to(tl.int32, bitcast=True)
-    keys = tl.where(candidate == candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    keys = tl.where(candidate == candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # NaN of both signs
     keys = tl.where(is_expert, keys, lowest)
     best, kept = tl.zeros((PLACES,), tl.int32), tl.zeros((PLACES,), tl.float32)
     for place in tl.static_range(PER_TOKEN):
@@ -147,6 +147,7 @@ def _up(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    # Loads past the end repeat a valid one.
     places = tl.arange(0, BM)
     tokens = tl.load(order + first + places, mask=places < count, other=0) // PER_TOKEN
     rows = tl.program_id(1) * BN + tl.arange(0, BN)

@@ -42,7 +42,7 @@ def fused_experts(
     clamp_slope: float,
     num_experts: int | None,
 ) -> Array:
-    del num_experts
+    del num_experts  # no expert has index E
     product = partial(jnp.einsum, "td,od->to", preferred_element_type=jnp.float32)
 
     def add(total: Array, own: tuple[Array, Array, Array, Array | None, Array | None]) -> tuple[Array, None]:

@@ -90,6 +90,7 @@ def rotate_and_store(
             turned = first * c - second * s
             second = second * c + first * s
             first = turned
+        # Once, for any cache.
         first = first.to(qkv.dtype.element_ty).to(tl.float32)
         second = second.to(qkv.dtype.element_ty).to(tl.float32)
     else:

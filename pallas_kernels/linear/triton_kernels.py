@@ -127,6 +127,7 @@ def multiply(
             zero = tl.load(zeros + group * O + rows, mask=is_row, other=0).to(tl.float32)
         own = sums if GROUPS == 1 else tl.zeros((BN, BM), tl.float32)
         if PACK == 2:
+            # Split in registers instead of merging numbers.
             even, odd = tl.split(tl.reshape(part, (BM, BK // 2, 2)))
             own = _product(raw & 15, zero, even, own, KIND)
             own = _product(raw >> 4, zero, odd, own, KIND)

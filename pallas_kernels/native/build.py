@@ -58,6 +58,7 @@ refused = Refusal()
 
 @functools.cache
 def digest() -> str:
+    """Hash the sources, for kernel names in cached programs."""
     files = sorted([*SOURCES, *(path.name for path in HERE.glob("*.h"))])
     return hashlib.sha256(b"".join((HERE / file).read_bytes() for file in files)).hexdigest()[:12]
 

@@ -104,7 +104,7 @@ def paged_decode(q: Array, lengths: Array, args: AttentionArgs, *, capability: i
         args.tables,
         lengths,
         no_sinks if args.sinks is None else args.sinks.astype(jnp.float32),
-        scale=np.float32(args.scale * math.sqrt(size)),
+        scale=np.float32(args.scale * math.sqrt(size)),  # it divides by the root
         window=np.int32(args.window or np.iinfo(np.int32).max),
         processors=np.int32(processors),
     )
@@ -119,7 +119,7 @@ def load_library(site: Site) -> tuple[str, ctypes.CDLL]:
         "INPUT_FP16": int(site.dtype == "float16"),
     }
     macros = [f"-D{name}={size}" for name, size in sizes.items()]
-    with _loading:
+    with _loading:  # for concurrent tracing
         return _loaded(site.capability or 0, tuple(macros))
 
 
@@ -162,6 +162,7 @@ def _headers() -> Path:
 
 
 def _compilers() -> Iterator[str]:
+    """Yield candidate paths of nvcc, the user's first."""
     if "CUDA_HOME" in os.environ:
         yield str(Path(os.environ["CUDA_HOME"]) / "bin" / "nvcc")
     yield "nvcc"

@@ -299,7 +299,7 @@ def pick(
             tl.store(listed + row.to(tl.int64) * V + at + (before >> 16), start + within, mask=is_listed)
         own = kept + part.to(tl.int64) * BN
         tl.store(own + (before & 0xFFFF), within.to(tl.int16), mask=is_kept)
-        tl.debug_barrier()
+        tl.debug_barrier()  # other threads wrote it
         num_kept = both & 0xFFFF
         for at in range(0, num_kept, BD):
             places = at + tl.arange(0, BD)
@@ -307,7 +307,7 @@ def pick(
             columns = start + tl.load(own + places, mask=is_there, other=0).to(tl.int32)
             known = _scaled(logits, columns, is_there, temperature, row)
             scores = _drawn(known, columns, temperature, keys, positions, row)
-            is_better = scores > highest
+            is_better = scores > highest  # ids are ascending
             highest = tl.where(is_better, scores, highest)
             found = tl.where(is_better, columns, found)
     score = tl.max(highest, 0)
@@ -371,7 +371,7 @@ def settle(
         other, rival = _best(logits, listed, number, bound, temperature, keys, positions, row, BL)
         is_better = (other > score) | ((other == score) & (rival < token))
         token = tl.where(is_better, rival, token)
-    tl.store(tokens + row, tl.where(token < V, token, 0))
+    tl.store(tokens + row, tl.where(token < V, token, 0))  # none passes if none is finite
 
 
 @triton.jit

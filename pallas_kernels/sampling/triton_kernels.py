@@ -52,6 +52,7 @@ def survey(logits, temperature, keys, positions, best, ids, is_finite, V: tl.con
 
 @triton.jit
 def finish(best, ids, are_finite, tokens, is_finite, PIECES: tl.constexpr, PP: tl.constexpr):
+    """Reduce a row's pieces; grid (rows). PP is padded PIECES."""
     row = tl.program_id(0)
     pieces = tl.arange(0, PP)
     is_there = pieces < PIECES

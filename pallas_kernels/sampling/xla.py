@@ -71,7 +71,7 @@ def gumbel(keys: Array, positions: Array, ids: Array) -> Array:
     Equals `jax.random.gumbel(fold_in(key, position), (V,))` at those ids, so shards can draw theirs
     (jax_threefry_partitionable).
     """
-    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)
+    counters = jnp.stack([jnp.zeros_like(ids), ids]).astype(jnp.uint32)  # high and low words
     tiny = jnp.finfo(jnp.float32).tiny
 
     def row(key: Array, position: Array) -> Array:

@@ -144,7 +144,7 @@ class ServedAdapters:
                 await self._engine.off_loop(self._engine.read_adapter, request, client=client, language=b"")
             except UserError as error:
                 told = str(error)
-                if root != root.parent:
+                if root != root.parent:  # "/" hides no folder name
                     told = told.replace(f"{root}/", "").replace(str(root), path)
                 raise UserError(told, "lora_path") from error
             before = self._served.get(name)
@@ -174,6 +174,7 @@ class ServedAdapters:
 
 
 def requests_of(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
+    """Parse `--lora-modules`: NAME=PATH or a JSON object each."""
     requests: dict[str, LoRARequest] = {}
     for text in modules:
         name, _, path = text.partition("=")
@@ -206,7 +207,7 @@ def _folder_of(root: Path, name: str, path: str) -> Path:
         is_inside = folder.is_relative_to(root)
         is_there = is_inside and folder.is_dir()
         links = [file.resolve() for file in folder.rglob("*") if file.is_symlink()] if is_there else []
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError, RuntimeError):  # invalid path or symlink loop
         is_inside, is_there, links = True, False, []
     if not is_inside or not all(link.is_relative_to(root) for link in links):
         raise UserError("lora_path must stay inside the folder that the server has for adapters.", "lora_path")

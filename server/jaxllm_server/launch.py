@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server")
 WATCH_SECONDS = 0.2
 CLOSE_SECONDS = 3.0
-FAREWELL_SECONDS = 1.0
-SECOND_SIGNAL = 130
+FAREWELL_SECONDS = 1.0  # to deliver the last errors
+SECOND_SIGNAL = 130  # the shell's exit code for ^C
 
 
 def new_server(config: EngineConfig, options: ServerOptions, progress: bool = False) -> Server:
@@ -56,7 +56,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
         import uvloop  # noqa: F401
 
         import grpc  # noqa: F401  # isort: skip
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError as error:  # not a broken package's ImportError
         raise UserError(f"`jaxllm serve` needs {error.name}: pip install 'jaxllm[server]'") from error
     configure_logging()
     raise_file_limit()
@@ -64,6 +64,7 @@ def new_server(config: EngineConfig, options: ServerOptions, progress: bool = Fa
 
 
 def serve(server: Server) -> int:
+    """Run a server until it stops; return the exit code."""
     import uvloop
 
     return uvloop.run(server.run())
@@ -169,7 +170,7 @@ class Server:
         config = server_config(make_app(self.serving, options, self.observer, self.tracer), options)
         try:
             config.load()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # or ssl.SSLError
             for each in listening:
                 each.close()
             raise UserError(f"ssl_certfile and ssl_keyfile cannot be used: {error}", "ssl_certfile") from error
@@ -225,6 +226,7 @@ class Server:
             self._http_task.result()
 
     async def close(self, grace: float) -> None:
+        """Close the front ends, within `grace` seconds, then the engine."""
         if self.http is not None and self._http_task is not None:
             self.http.should_exit = True
         if self.grpc is not None:

@@ -156,7 +156,7 @@ class Serving:
             num_bytes = len(said or "") + len(source.get("prompt") or "")
             entry.charge(PROMPTS, num_bytes + _TOKEN_BYTES * num_tokens)
             if said is None and call.messages is not None and self.forms.reasoning_form is not None:
-                ids = prompt["prompt_token_ids"]
+                ids = prompt["prompt_token_ids"]  # may open the reasoning
                 confined = model.tokenizer.confined
                 said = await self.off_loop(call.client, model.tokenizer.decode, ids, False, language=confined)
             reader = self.forms.reader(call, params, said or "", model.tokenizer)
@@ -234,7 +234,7 @@ class Serving:
         try:
             found = self.engine.find_adapter(served.request)
             return found or await self.off_loop(client, self.engine.read_adapter, served.request, language=b"")
-        except UserError as error:
+        except UserError as error:  # hides its path
             _log.error("%s", error)
             raise RequestFailedError("The adapter could not be read again; the server's log has the reason.") from error
 

@@ -155,6 +155,7 @@ class Features:
 
 
 def both(masks: Sequence[Masks]) -> Masks:
+    """Return the intersection of one or more masks."""
     first, *others = masks
     for other in others:
         words = np.where(first.is_masked[:, None], first.words, -1) & np.where(

@@ -31,7 +31,7 @@ from jaxllm.structured_output.slow_masks import SlowMasks
 from jaxllm.structured_outputs_params import StructuredOutputsParams
 
 _log = logging.getLogger(__name__)
-LEAST_FORCED = 2
+LEAST_FORCED = 2  # fewer are not worth discarding the row in flight
 # Forced tokens per row that are worth a step of chunks: 65 ms with 32 rows on two cores, not 36 ms. Fewer are sampled.
 FORCED_PER_ROW = 0.5
 # Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads take the
@@ -217,6 +217,7 @@ class GrammarRows(Feature):
         constraint.job = self._slow.begin(constraint.pace, work, words[0])
 
     def _take(self, sequence: Sequence, forced: list[int]) -> bool:
+        """Advance a grammar by forced tokens; return False if it failed."""
         constraint = self._constraint(sequence)
         with _failing(sequence, constraint):
             for token in forced:

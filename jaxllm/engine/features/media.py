@@ -129,6 +129,7 @@ class Images(Feature):
         self._has_grids[slot], self._shifts[slot] = bool(grids), shift_of(grids)
 
     def inputs(self, step: StepInput) -> None:
+        """Send images to encode, the rows of placeholders, and positions."""
         plan = step.plan
         encodes: list[tuple[Prepared, np.ndarray]] = []
         for each in plan.encodes:

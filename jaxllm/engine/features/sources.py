@@ -42,6 +42,7 @@ class Sources(Feature):
         self._prompts = prompts
 
     def claim(self, accepted: Accepted) -> None:
+        """Read both prompts; keep the decoder's."""
         if accepted.params.truncate_prompt_tokens is not None:
             raise combinations.refusal("truncate_prompt_tokens", combinations.SEQ2SEQ)
         given = accepted.given
@@ -72,6 +73,7 @@ class Sources(Feature):
         fields["source"] = sequence.group.states[self.name].source
 
     def inputs(self, step: StepInput) -> None:
+        """Send the sources that the plan encodes, and the blocks of admitted ones."""
         plan, sequences, blocks = step.plan, self.core.outputs.sequences, self.core.scheduler.state.sources
         new = []
         for each in plan.encodes:

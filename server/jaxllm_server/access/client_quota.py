@@ -58,7 +58,7 @@ class Bound:
         self.total += count
         self.held[holder] += count
         if not self.held[holder]:
-            del self.held[holder]
+            del self.held[holder]  # frees a past client's memory
 
     @contextmanager
     def counted(self, holder: str, count: int) -> Iterator[None]:
@@ -125,7 +125,7 @@ class CallLimit:
             raise OverloadedError(
                 f"The server is already handling {bound.most} {self._name}; retry later.", retry_after=1.0
             )
-        is_shared = peer == "unix:"
+        is_shared = peer == "unix:"  # all Unix socket clients, without the filter
         if bound.held[peer] >= bound.share and not is_shared:
             raise OverloadedError(
                 f"This connection already has {bound.share} {self._name}; retry later.", retry_after=1.0
@@ -140,7 +140,7 @@ class FairAdmission:
     """Admits prompts round-robin over clients. Used on one event loop."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
+        self.waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # by client, in the order of turns
         self.num_taken = self.tokens_taken = 0
         self._most, self._most_tokens = 1, 1
         self._goes_on: asyncio.Handle | None = None
@@ -185,7 +185,7 @@ class FairAdmission:
             return False
         client, turns = next(iter(self.waiting.items()))
         turn, num_tokens = turns[0]
-        if turn.done():
+        if turn.done():  # cancelled, before `_withdraw`
             turns.popleft()
             if not turns:
                 del self.waiting[client]

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import Callable
 
 _log = logging.getLogger("jaxllm.server.listener")
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0  # as asyncio's servers and gRPC
 _MOST_AT_ONCE = 64
 
 
@@ -75,7 +75,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._handshake)
-        except OSError:
+        except OSError:  # the client disconnected, or does not use TLS
             connection.close()
         except Exception:
             connection.close()

@@ -11,7 +11,7 @@ from typing import Any
 from jaxllm.errors import UserError
 
 BACKLOG = 2048
-_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # such as ::1 with IPv6 disabled
 
 
 def check_uds(path: str, flag: str) -> None:

@@ -15,7 +15,7 @@ from jaxllm_server.requests.fields import Body
 # Claude Code's `system` begins with a line that varies, which defeats the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 _TOOL_ID = "toolu_"
-_PARSERS_ID = "chatcmpl-tool-"
+_PARSERS_ID = "chatcmpl-tool-"  # of the tool parsers
 _CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 _SHOWN = 64
 
@@ -181,6 +181,7 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _reminder(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Format a later system message as Claude Code does for other models."""
     if block["type"] != "text":
         return block
     return {**block, "text": f"<system-reminder>\n{_text(block, 'text', where)}\n</system-reminder>"}

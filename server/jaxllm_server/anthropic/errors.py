@@ -26,6 +26,7 @@ _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported"
 
 
 def error_body(status: int, message: str, parameter: str | None, request_id: str) -> dict[str, Any]:
+    """Return a body in Anthropic's form, whose message names the parameter."""
     if parameter is not None and parameter not in message:
         message = f"{parameter}: {message}"
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")

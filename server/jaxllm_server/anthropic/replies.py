@@ -18,7 +18,7 @@ from jaxllm_server.shared import strict_json
 from jaxllm_server.shared.options import ServerOptions
 
 _PROMPT = frozenset({"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config"})
-_SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()
+_SAMPLING = names_in(SamplingParams, ANTHROPIC).keys()  # seed and min_p are vLLM's
 _BEYOND = frozenset({"chat_template_kwargs", "priority", "cache_salt", "time_limit"})
 # Of Anthropic's service; some agents always send them.
 _WITHOUT_EFFECT = frozenset(
@@ -71,7 +71,7 @@ class MessagesReply:
         self._is_warming = integer(fields, "max_tokens", 0) == 0
         sampling = _sampling_of(fields) | ({} if self._is_warming else {"max_tokens": most})
         if is_forced(call["tool_choice"]):
-            sampling.pop("structured_outputs", None)
+            sampling.pop("structured_outputs", None)  # a forced call has no content to constrain
         self._takes_one_call = call["takes_one_call"]
         self.calls: Sequence[Call] = [
             Call(
@@ -86,7 +86,7 @@ class MessagesReply:
         self._usage: TokenUsage | None = None
         self._last: Part | None = None
         self._index = -1
-        self._open: str | int | None = None
+        self._open: str | int | None = None  # open block's type, or its call's index
 
     def begin(self, head: Mapping[str, Any]) -> None:
         self._head = head

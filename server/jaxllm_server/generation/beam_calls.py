@@ -16,6 +16,7 @@ _KNOWN = frozenset(("n", "temperature", "max_tokens", *_SHARED))
 
 
 def check(call: Call, given: Mapping[str, Any]) -> None:
+    """Refuse options that a beam search lacks, unless neutral."""
     if call.stream:
         raise UserError(
             "A beam search cannot stream, as its outputs are only known at the end; remove stream.", "stream"

@@ -64,7 +64,7 @@ class Call:
     kv_transfer_params: Mapping[str, Any] | None = None
     include_reasoning: bool = True
     answer_size: AnswerSize = field(default_factory=AnswerSize, compare=False)
-    scores_prompt: bool = False
+    scores_prompt: bool = False  # hide the one generated token
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from jaxllm_server.generation.calls import Call, NamedTool, is_forced
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _COMBINED = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("enum", "const", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # map names to schemas
+_VALUES = ("enum", "const", "default", "examples")  # contain values, not schemas
 
 
 def with_forced_calls(call: Call, sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class OutputForms:
 
     @cached_property
     def reasoning_form(self) -> ReasoningForm | None:
+        """The model's reasoning format, as `tool_form`."""
         name = self._form_name("reasoning_parser", REASONING_PARSERS)
         return None if name is None else REASONING_PARSERS[name]
 

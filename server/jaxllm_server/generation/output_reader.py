@@ -128,6 +128,7 @@ class Splitter:
         self.markers = (*(reasoning.markers if reasoning else ()), *(tools.markers if tools else ()))
 
     def push(self, text: str, finish_reason: str | None) -> tuple[str, str, list[ToolCallDelta]]:
+        """Return final content, reasoning and call deltas."""
         content, reasoning = text, ""
         is_last, is_cut_off = finish_reason is not None, finish_reason not in (None, "stop")
         if self._reasoning is not None:

@@ -97,7 +97,7 @@ class Prompts:
             if images and kept is not None:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}
+                return {"prompt_token_ids": ids[:kept]}  # the text would not match
             return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}

@@ -38,7 +38,7 @@ class Failure:
     """A failed call's status."""
 
     code: str
-    status: status_pb2.Status
+    status: status_pb2.Status  # grpc-status-details-bin; its message is the call's
     pushback_ms: int | None  # grpc-retry-pushback-ms
 
 

@@ -33,7 +33,7 @@ RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10
 OWN_BURST = 8 << 10
-MAX_DEBT = 4 << 20
+MAX_DEBT = 4 << 20  # bounds the delay
 _FLUSH_SECONDS = 2.0
 _CONNECT_SECONDS, _RETRY_SECONDS = 2.0, 0.05
 
@@ -74,10 +74,10 @@ class Filter:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.buffer = memoryview(bytearray(READ_BYTES))
+        self.buffer = memoryview(bytearray(READ_BYTES))  # shared by connections
         self.clients: set[Client] = set()
         self._debt = 0.0  # unpaid price …
-        self._counted = 0.0
+        self._counted = 0.0  # … at this time
         self._num_unnamed = 0
 
     async def run(self) -> None:
@@ -162,12 +162,12 @@ class Client(asyncio.BufferedProtocol):
             try:
                 connection = self._filter.connect(peer)
                 self.core, _ = await self._loop.create_unix_connection(lambda: Core(self), sock=connection)
-            except BlockingIOError:
+            except BlockingIOError:  # the backlog is full
                 if self.transport.is_closing() or self._loop.time() > late:
                     self.transport.abort()
                     return
                 await asyncio.sleep(_RETRY_SECONDS)
-            except OSError:
+            except OSError:  # the server is stopping
                 self.transport.abort()
                 return
         if self.transport.is_closing():
@@ -211,6 +211,7 @@ class Client(asyncio.BufferedProtocol):
                 self._loop.call_later(seconds, self.resume)
 
     def pause(self) -> None:
+        """Pause reading; calls nest."""
         self._pauses += 1
         if self._pauses == 1 and not self.transport.is_closing():
             self.transport.pause_reading()

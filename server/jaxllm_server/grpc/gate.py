@@ -65,7 +65,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._stall_timeout = stall_timeout
         # One connection may use seven eighths.
         self._calls = CallLimit("calls", max_rpcs, max_rpcs - max_rpcs // 8)
-        self._health: dict[asyncio.Timeout, float] = {}
+        self._health: dict[asyncio.Timeout, float] = {}  # start times, oldest first
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}
         self._returns_memory: asyncio.TimerHandle | None = None
         self._parsers = ThreadPoolExecutor(1, "jaxllm-parse")
@@ -246,6 +246,7 @@ async def _fail(context: grpc.aio.ServicerContext, failure: Failure) -> None:
         async with asyncio.timeout(_FAREWELL_SECONDS):
             await context.abort(grpc.StatusCode[failure.code], failure.status.message, tuple(trailers))
     except grpc.aio.AbortError as aborted:
+        # Break a cycle that would keep the message.
         task = asyncio.current_task()
         assert task is not None
         task.add_done_callback(partial(_forget_frames, aborted))

@@ -39,6 +39,7 @@ class Health(health_pb2_grpc.HealthServicer):
         self.set_state("loading")
 
     def set_state(self, state: str) -> None:
+        """Report a state of `AsyncLLM.state`, unless closed."""
         if self._is_closed:
             return
         inference = _SERVING if state == "serving" else _NOT_SERVING

@@ -26,8 +26,8 @@ from jaxllm_server.shared import strict_json
 # Submessages per request; the four million of 8 MiB take seconds.
 MAX_NESTED_MESSAGES = 16_384
 _MAX_UNKNOWN_BYTES = 4096
-_MAX_DURATION_SECONDS = 315_576_000_000
-_PART = 1 << 16
+_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's
+_PART = 1 << 16  # values copied in a millisecond
 _EXACT_INTEGERS = 2**53  # doubles are exact up to here
 
 
@@ -59,7 +59,7 @@ _CONSTRAINTS = {
     "regex": "regex",
     "ebnf": "grammar",
     "choice": "choice",
-    "structural_tag": "structural_tag",
+    "structural_tag": "structural_tag",  # refused by StructuredOutputsParams
 }
 
 
@@ -313,7 +313,7 @@ def _messages_in(message: Message, path: str = "") -> Iterator[tuple[Message, st
         below = f"{path}.{descriptor.name}" if path else descriptor.name
         entries = value.fields if kind is Struct.DESCRIPTOR else value if kind.GetOptions().map_entry else None
         if entries is not None:
-            if len(entries) > MAX_NESTED_MESSAGES:
+            if len(entries) > MAX_NESTED_MESSAGES:  # 10 µs per copy
                 raise _too_many(below)
             continue
         if isinstance(value, Message):

@@ -38,7 +38,7 @@ class Reply:
     has_prompt_token_ids: bool = False
     num_logprobs: int | None = None  # alternatives per row; -1: the vocabulary
     num_prompt_logprobs: int | None = None
-    asked: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()  # logprob_token_ids
     has_logprob_texts: bool = False
     has_usage_always: bool = False
     _sent: dict[int, int] = field(default_factory=dict)  # by index
@@ -60,6 +60,7 @@ class Reply:
 
     def delta(self, chunk: Chunk) -> inference_pb2.StreamGenerateResponse | None:
         """Return the next stream message, or None without data."""
+        # Filled in place: nested constructors take twice as long.
         response = inference_pb2.StreamGenerateResponse()
         for part in chunk.outputs:
             if self._is_news(part):
@@ -136,7 +137,7 @@ def reply_of(request: inference_pb2.GenerateRequest, model: str) -> Reply:
         has_prompt_token_ids=output.prompt_token_ids,
         num_logprobs=output.logprobs if output.HasField("logprobs") else 0 if output.logprob_token_ids else None,
         num_prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        asked=tuple(dict.fromkeys(output.logprob_token_ids[:MAX_REPORTED_TOKENS])),
+        asked=tuple(dict.fromkeys(output.logprob_token_ids[:MAX_REPORTED_TOKENS])),  # more are refused
         has_logprob_texts=output.logprob_texts,
         has_usage_always=request.stream.usage_every_message,
     )
@@ -240,6 +241,7 @@ def kv_events_of(batch: BlockBatch) -> control_pb2.StreamKvEventsResponse:
 
 
 def _hash(digest: bytes) -> int:
+    """Return a block's hash as 64 bits, unique within a server."""
     return int.from_bytes(digest[:8], "big")
 
 

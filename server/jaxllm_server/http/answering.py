@@ -68,7 +68,7 @@ class Answering:
         """Return an `Answer`'s fields; set `client_id` of the calls, and report ignored fields."""
         record = request.scope["jaxllm"]
         self.warn(request, getattr(reply, "ignored", ()))
-        if is_request_id(reply.request_id, self.options):
+        if is_request_id(reply.request_id, self.options):  # an invalid one is refused later
             record["name"] = record["name"].replace(record["request_id"], reply.request_id)
         if record["client_id"] is not None:
             reply.calls = [replace(call, client_id=record["client_id"]) for call in reply.calls]

@@ -49,7 +49,7 @@ class Answer(ABC, Generic[AnyReply]):
     serving: Serving
     tracer: Tracer
     reply: AnyReply
-    name: str
+    name: str  # in the log
     client: str
     num_bytes: int
     entry: Entry
@@ -97,7 +97,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     """A text request's answer."""
 
     writer: Writer
-    prepare: Callable[[], Awaitable[None]] | None = None
+    prepare: Callable[[], Awaitable[None]] | None = None  # before the first chunk
 
     async def _work(self, scope: Scope, send: Send) -> None:
         await (self._stream(scope, send) if self.reply.is_stream else self._send_whole(send))
@@ -154,7 +154,7 @@ class TextAnswer(Answer[Reply | EventReply]):
     async def _chunks(self) -> AsyncGenerator[tuple[int, Chunk]]:
         own: dict[str, Any] = {"client": self.client, "num_bytes": self.num_bytes, "entry": self.entry}
         calls = [replace(call, **own) for call in self.reply.calls]
-        params = await self.serving.completed(calls[0])
+        params = await self.serving.completed(calls[0])  # calls differ in prompts only
         if len(calls) > 1:
             self.serving.check_calls(calls, params)
         iterators = [self.serving.generate(call, params) for call in calls]

@@ -63,7 +63,7 @@ class Front:
         request_id = shown = uuid4().hex
         record: dict[str, Any] = {"request_id": request_id, "client_id": None, "name": request_id}
         record |= {"route": _NOT_FOUND, "ignored": ()}
-        scope = {**scope, "app": self, "jaxllm": record}
+        scope = {**scope, "app": self, "jaxllm": record}  # "app" makes Starlette raise its 405
         added: Headers = []
 
         async def sender(message: Message) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxllm_server.serving import Serving
 
 Result = TypeVar("Result")
-DEAD = ("dead", "stopped")
+DEAD = ("dead", "stopped")  # engine states without answers
 
 
 class BodyReader:
@@ -60,6 +60,7 @@ class BodyReader:
         return result
 
     async def form(self, request: Request, make: Callable[[Form], Result]) -> Result:
+        """Return `make` of a request's form, made in a thread."""
         boundary = boundary_of(request.headers.get("content-type", ""))
         if boundary is None:
             raise Refusal(415, "The body must be multipart/form-data with a boundary.", "CONTENT_TYPE", closes=True)

@@ -118,7 +118,7 @@ def _operation(
     yield f"<details><summary><b>{method}</b> <code>{escape(path)}</code> {escape(operation['summary'])}</summary>"
     if "description" in operation:
         yield f"<p>{escape(operation['description'])}"
-    if "101" in operation["responses"]:
+    if "101" in operation["responses"]:  # forms cannot use WebSockets
         yield "</details>"
         return
     yield f"<form data-method={method}><input name=path size=40 value='{escape(path, quote=True)}'>"

@@ -25,7 +25,7 @@ _CLOSE = (b"connection", b"close")
 _SHOWN_PATH = 128
 _VERSION = re.compile(r"/(v[0-9]+/)?")
 _UNDER_V1 = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
-_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")
+_MESSAGES = ("/v1/messages", "/v1/messages/count_tokens")  # Anthropic's clients add /v1
 # Other servers' routes, by the first path segment after the version.
 _UNSERVED: Mapping[str, str] = {
     "embed": "Cohere's embed API is not supported by jaxllm yet; use /v1/embeddings.",
@@ -112,10 +112,11 @@ def answer_of(error: BaseException, path: str = "", request_id: str = "") -> tup
 
 
 def log_failure(request_name: str, error: BaseException) -> None:
+    """Log errors of the server, except overload."""
     if status_of(error) < 500:
         return
     if status_of(error) == 503:
-        _log.warning("requests fail: %s", error)
+        _log.warning("requests fail: %s", error)  # all requests fail
     elif isinstance(error, EngineError):
         _log.warning("request %s failed: %s", request_name, error)
     else:

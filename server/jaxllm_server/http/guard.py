@@ -32,7 +32,7 @@ ADMIN_PATHS = (
     "/weight_info",
 )
 _HOST = re.compile(rb"(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9_.-]{1,253})(?::[0-9]{1,5})?")
-_PREFLIGHT_SECONDS = b"600"
+_PREFLIGHT_SECONDS = b"600"  # browsers' cache time
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -160,11 +160,12 @@ def _authorization(headers: dict[bytes, list[bytes]]) -> str | None:
 
 
 def _without_root(scope: Scope, root: str) -> Scope:
+    """Remove the root path, which a proxy or uvicorn adds."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     path: str = scope["path"]
     if root:
         prefix = f"{root}/"
-        for _ in range(2):
+        for _ in range(2):  # a proxy may keep it, and uvicorn adds it
             if path.startswith(prefix) and raw.startswith(prefix.encode()):
                 path, raw = path[len(root) :], raw[len(root.encode()) :]
     return {**scope, "root_path": "", "path": path, "raw_path": raw}

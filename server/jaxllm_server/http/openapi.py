@@ -23,7 +23,7 @@ from jaxllm_server.requests.shared_fields import SAMPLING, WITHOUT_EFFECT
 from jaxllm_server.responses.compaction import CompactionReply
 from jaxllm_server.responses.reply import ResponseReply
 
-API_VERSION = "1"
+API_VERSION = "1"  # of the paths, not the server
 _OBJECTS: Schema = {"type": "array", "items": OBJECT}
 _TEXT_OR_TEXTS: Schema = {"anyOf": [TEXT, STRINGS]}
 _EITHER: Schema = {"anyOf": [TEXT, OBJECT]}
@@ -134,7 +134,7 @@ BODIES: Mapping[str, Body] = {
 }
 
 _SOCKETS = ("/v1/responses",)
-_OTHER_FORMS = ("/v1/messages", "/api/")
+_OTHER_FORMS = ("/v1/messages", "/api/")  # with other errors than OpenAI's
 _ERROR_REFERENCE = {"$ref": "#/components/schemas/Error"}
 # By annotation of `SamplingParams` without "| None".
 _BY_ANNOTATION: Mapping[str, Schema] = {
@@ -263,7 +263,7 @@ def _property(body: Body, name: str) -> Schema | None:
         )
     if name in WITHOUT_EFFECT and name not in body.shapes:
         return IDLE
-    if name == "chat_template":
+    if name == "chat_template":  # only `--chat-template` sets it
         return None
     own = _SAMPLING.get(name, {}) if body.streams or body.fields is ChatsReply.fields else {}
     shape = body.shapes.get(name, SHAPES.get(name, own))

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 READ_BYTES = 32 * 1024  # per read; a body may exceed its limit by this much
 GOING_AWAY = 1001  # RFC 6455, section 7.4.1
 MAX_PIPELINED = 64  # queued; uvicorn has no limit
-TRANSPORT = "jaxllm.transport"
+TRANSPORT = "jaxllm.transport"  # scope extension: asyncio.Transport
 UPGRADE = "jaxllm.upgrade"  # scope extension of WebSocket requests: `BoundedProtocol.upgrade`
 
 
 def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast(Any, protocol_of(options)),
+        http=cast(Any, protocol_of(options)),  # instantiated by `HttpServer`
         ws="none",
         lifespan="off",
         log_config=None,
@@ -51,6 +51,8 @@ def server_config(app: ASGIApp, options: ServerOptions, **others: Any) -> uvicor
 
 
 def protocol_of(options: ServerOptions) -> type[SmallReads]:
+    """Return the protocol class for one event loop."""
+
     class Connection(BoundedProtocol):
         max_head_bytes = options.max_header_bytes
         usual_bytes, audio_bytes = options.body_limit(""), options.body_limit(AUDIO_PATHS[0])
@@ -107,12 +109,12 @@ class BoundedProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None
     _aborting: asyncio.TimerHandle | None = None
     _is_in_head = True
-    _num_bytes = 0
+    _num_bytes = 0  # of the current message; a segment may contain the next
     _num_body_bytes = 0
     _segment = b""
     _offers_socket = False
     _socket: WebSocket | None = None
-    _is_last = False
+    _is_last = False  # drop further bytes
     parser: Any  # None after disconnect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -127,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stalled = self._aborting = None
         if self._socket is not None:
             self._socket.lost()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # wakes a waiting app
 
     def data_received(self, data: bytes) -> None:
         if self._socket is not None:
@@ -160,6 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions  # type: ignore[typeddict-unknown-key]
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a header; ignore trailers after the body."""
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -282,7 +285,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        if not self._num_bytes or not self._is_in_head:
+        if not self._num_bytes or not self._is_in_head:  # idle, or a refused body's rest
             self.transport.close()
             self._abort_later()
         elif not self.transport.is_closing():
@@ -290,6 +293,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(Refusal(408, message, "REQUEST_TIMEOUT", "timeout"))
 
     def _refuse(self, refusal: Refusal) -> None:
+        """Answer without the app, after earlier answers, and close."""
         self._cancel_late()
         if self._is_in_head and self.cycle is not None and not self.cycle.response_complete:
             self._is_last, self.cycle.keep_alive = True, False

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ROUTE = "/v1/responses (WebSocket)"
 MOST_SECONDS = 3600.0  # per connection, as at OpenAI
-KEPT = "jaxllm.kept"
+KEPT = "jaxllm.kept"  # scope key: `ConnectionResponses`
 _TOO_OLD = {
     "type": "invalid_request_error",
     "code": "websocket_connection_limit_reached",

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 OwnReply = TypeVar("OwnReply", bound=ResponseReply)
 _LARGE = 256 << 10  # bytes of JSON, 1 ms; more take a thread
 _MANY_ITEMS = 512  # 4 µs each (measured)
-_MOST_LISTED, _LISTED = 100, 20
+_MOST_LISTED, _LISTED = 100, 20  # OpenAI's limit and default
 
 
 class KeepingWriter(NamedWriter):
@@ -87,7 +87,7 @@ class Job:
     task: asyncio.Task[None]
     reply: ResponseReply
     num_bytes: int
-    kept: asyncio.Future[None]
+    kept: asyncio.Future[None]  # done once stored
     writing: asyncio.Future[bytes] | None = None
 
 
@@ -130,7 +130,7 @@ class ResponseEndpoints:
         self._serving.check_text("request_id", reply.request_id)
         items = b""
         is_kept = reply.is_kept or kept_here is not None
-        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}
+        copied = kept_here.own(chain) if kept_here is not None and reply.is_kept else {}  # outlives the connection
         previous = next((response_id for response_id in reversed(chain) if response_id not in copied), None)
         if is_kept:
             is_large = num_characters(reply.items) + sum(stored.size for stored in copied.values()) > _LARGE
@@ -159,7 +159,7 @@ class ResponseEndpoints:
 
     async def count(self, request: Request) -> ASGIApp:
         reply, _ = await self._reply_of(request, ResponseReply)
-        self._answering.parts(request, reply)
+        self._answering.parts(request, reply)  # reports ignored fields
         self._serving.check_text("request_id", reply.request_id)
         call = replace(reply.calls[0], client=request.scope[CLIENT])
         ids = await while_connected(request.receive, self._serving.tokenize(call))
@@ -324,7 +324,7 @@ class ResponseEndpoints:
                 written.set_result(dumps(reply.snapshot()))
                 finish(written)
 
-        task.add_done_callback(end)
+        task.add_done_callback(end)  # a task cancelled immediately never starts
         return _json(await self._written(job, client))
 
     async def _written(self, job: Job, client: str) -> bytes:

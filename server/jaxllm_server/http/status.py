@@ -66,7 +66,7 @@ class StatusEndpoints:
     async def model(self, request: Request) -> ASGIApp:
         """Describe a model or adapter."""
         asked = request.path_params["model"]
-        if not asked:
+        if not asked:  # "" would select the served model
             raise nothing_at(request.scope["path"])
         self._serving.check_model(asked)
         card = self._card(asked)

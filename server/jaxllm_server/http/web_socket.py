@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455, section 1.3
 _KEY_BYTES = 16
-_PIECE = 4096
+_PIECE = 4096  # parsed before frames are counted
 _FRAME = 1 << 20
 # Frames, 15 µs each (measured): burst, per second, per KiB. A message counts until taken.
 _MOST_FRAMES, _FRAMES_A_SECOND, _FRAMES_A_KIB = 64.0, 10.0, 1.0
@@ -78,7 +78,7 @@ class WebSocket:
         self._watch: asyncio.TimerHandle | None = None
         if stall_seconds is not None:
             self._watch = self._loop.call_later(stall_seconds, self._expect_more)
-        self._room, self._room_at = _MOST_FRAMES, self._loop.time()
+        self._room, self._room_at = _MOST_FRAMES, self._loop.time()  # frame allowance then
         self.ended = asyncio.Event()  # no further messages; the client may not have closed
 
     async def receive(self) -> bytes | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 SECONDS = 10.0
-_MOST_LINES = 64
+_MOST_LINES = 64  # lines with a request id do not recur
 
 
 class RateLimitFilter(logging.Filter):
@@ -20,7 +20,7 @@ class RateLimitFilter(logging.Filter):
         super().__init__()
         self._names = names
         self._clock = clock
-        self._lines: dict[str, tuple[float, int]] = {}
+        self._lines: dict[str, tuple[float, int]] = {}  # line -> (time written, repetitions suppressed since)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record. Without a lock: only the event loop writes these."""

@@ -30,7 +30,7 @@ from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.v1 import control_pb2, inference_pb2
 
-OTHER = "other"
+OTHER = "other"  # label of values outside the closed sets
 HTTP_ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -84,7 +84,7 @@ GRPC_ROUTES = tuple(
     for service in file.services_by_name.values()
     for method in service.methods
 )
-CLIENT_GONE = 499
+CLIENT_GONE = 499  # nginx's, not in HTTPStatus
 _ROUTES = MappingProxyType({"http": frozenset(HTTP_ROUTES), "grpc": frozenset(GRPC_ROUTES)})
 _CODES = MappingProxyType(
     {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Attribute = str | bool | int | float
 REQUEST_SPAN = "llm_request"
-_MOST_CHARACTERS = 256
+_MOST_CHARACTERS = 256  # of an error
 FAREWELL_SECONDS = 2.0
 
 
@@ -178,6 +178,7 @@ def tracer_to(exporter: SpanExporter) -> Tracer:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource({SERVICE_NAME: "jaxllm"}).merge(OTELResourceDetector().detect())
+    # `close` flushes; at exit this could hang.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return _RecordingTracer(provider)

@@ -20,6 +20,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 PATHS = tuple(f"/api/{name}" for name in ("chat", "generate", "embed", "tags", "show", "ps", "version"))
 _SAMPLING = names_in(SamplingParams, OLLAMA)
+# Of loading and memory, and samplers of llama.cpp.
 _IDLE_OPTIONS = frozenset(
     (
         *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
@@ -92,6 +93,7 @@ class _Reply:
             self._tools.setdefault(call.index, (call.name or "", []))[1].append(call.arguments)
 
     def _tool_calls(self) -> list[dict[str, Any]]:
+        """Return the tool calls in Ollama's form, except truncated ones."""
         given = [(name, "".join(texts).strip() or "{}") for name, texts in self._tools.values()]
         read = [(name, strict_json.object_of(arguments, self._max_depth)) for name, arguments in given]
         return [{"function": {"name": name, "arguments": each}} for name, each in read if each is not None]
@@ -182,7 +184,7 @@ def _sampling_of(fields: Body, policy: str, ignored: list[str]) -> dict[str, Any
     asked = given(mapping(fields, "options") or {}, _SAMPLING.keys() | _IDLE_OPTIONS, {}, policy, ignored)
     sampling = {_SAMPLING[name]: value for name, value in asked.items() if name in _SAMPLING}
     most = sampling.get("max_tokens")
-    if isinstance(most, int) and most < 0:
+    if isinstance(most, int) and most < 0:  # fill the context
         del sampling["max_tokens"]
     form = fields.get("format")
     if form not in (None, "", "json") and not isinstance(form, dict):

@@ -17,7 +17,7 @@ from jaxllm_server.speech.service import Progress, SpeechCall
 FORMATS = ("json", "text", "srt", "vtt", "verbose_json")
 GRANULARITIES = ("segment", "word")
 _TIMED = ("srt", "vtt", "verbose_json")
-_LISTS = ("timestamp_granularities", "include")
+_LISTS = ("timestamp_granularities", "include")  # sent as `name[]`, once for each item
 
 
 class TranscriptionReply:
@@ -86,6 +86,7 @@ class TranscriptionReply:
         return "text/plain; charset=utf-8" if self.format in ("text", "srt", "vtt") else "application/json"
 
     def response(self, made: Transcription) -> dict[str, Any] | str:
+        """Return the complete answer: an object, or a text."""
         if self.format == "text":
             return f"{made.text}\n"
         if self.format in ("srt", "vtt"):

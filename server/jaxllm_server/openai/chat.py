@@ -32,7 +32,7 @@ _UNBUILT = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "functions": ([],),
+    "functions": ([],),  # former names of tools and tool_choice
     "function_call": ("none", "auto"),
 }
 _FIELDS = (

@@ -55,6 +55,7 @@ class CompletionReply:
         if "logprobs" in fields:
             sampling["logprobs"] = fields["logprobs"]
         self.names: Mapping[str, str] = {"tokens": "prompt", **names_of(fields)}
+        # Alone, logprob_token_ids reports listed and sampled tokens.
         self.form = form_of(fields, options, fields.get("logprobs", 0 if fields.get("logprob_token_ids") else None))
         self.is_stream = self.form.stream
         self._echoes_logprobs = bool(flag(fields, "echo", False)) and self.form.num_logprobs is not None
@@ -75,7 +76,7 @@ class CompletionReply:
         self._chooses = num_candidates is not None
         if num_candidates is not None:
             sampling["n"] = num_candidates
-            sampling.setdefault("logprobs", 0)
+            sampling.setdefault("logprobs", 0)  # to rank candidates
             self.names = {**self.names, "n": "best_of"}
         check_fan_out(sampling.get("n", 1), "best_of" if self._chooses else "n", len(prompts), options)
         if len(prompts) > 1 and fields.get("kv_transfer_params"):
@@ -322,6 +323,7 @@ def columns_of(
 
 
 def _named(candidates: Mapping[int, Logprob], form: Form) -> dict[str, float]:
+    """Return log-probabilities by token text, or by id if texts are equal."""
     named: dict[str, float] = {}
     for token, entry in candidates.items():
         name = _name(token, entry, form)

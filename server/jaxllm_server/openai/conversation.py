@@ -36,7 +36,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
     effort = one_of(fields, "reasoning_effort", REASONING_EFFORTS)
     if effort is not None:
         kwargs["reasoning_effort"] = effort
-        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs.setdefault("enable_thinking", effort != "none")  # as in vLLM: most templates ignore reasoning_effort
     return ({} if written is None else {"written_ids": written}) | {
         "messages": messages_of(messages, may_be_empty=written is not None),
         "tools": _tools(fields.get("tools")),

@@ -39,7 +39,7 @@ _UNBUILT_OF_PAIRS = {
 _OF_INPUT = {"input", "add_special_tokens", "truncation_side"}
 _OF_NUMBERS = _SHARED | _UNBUILT_OF_NUMBERS.keys() | _OF_INPUT | {"encoding_format", "dimensions"}
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-_DOCUMENTS_PER_UNIT = 100
+_DOCUMENTS_PER_UNIT = 100  # Cohere's billing unit
 
 
 class PoolReply(ABC):
@@ -47,7 +47,7 @@ class PoolReply(ABC):
 
     id_prefix: str
     list_name = "data"
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # as in `Reply`
     fields: Collection[str]
     unbuilt: Mapping[str, tuple[Any, ...]]
 
@@ -218,6 +218,7 @@ class RerankReply(PoolReply):
 
 
 def _texts(fields: Body, name: str, most: int) -> list[str]:
+    """Accept a text or up to `most`; each may be {"text": …}."""
     value = fields.get(name)
     texts: list[Any] = value if isinstance(value, list) else [value]
     if len(texts) > most:

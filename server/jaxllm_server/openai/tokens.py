@@ -18,6 +18,7 @@ DETOKENIZE_FIELDS = frozenset({"model", "tokens"})
 
 
 def tokenize_call_of(body: Body, policy: str = "refuse", ignored: list[str] | None = None) -> tuple[Call, bool]:
+    """Return the call, and whether to return the tokens' spellings."""
     is_chat = "messages" in body
     fields = given(body, CHAT_FIELDS if is_chat else TEXT_FIELDS, {}, policy, ignored)
     if is_chat:

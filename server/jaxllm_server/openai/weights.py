@@ -19,6 +19,7 @@ def init_request_of(body: Body) -> str:
 
 
 def update_request_of(body: Body) -> tuple[str, str | None]:
+    """Return the folder's path below the root, and the version."""
     info = _info(body, "update_info", UPDATE_FIELDS, ("path", "weight_version"))
     path = text(info, "path")
     if not path:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from jaxllm_server.parsers.tool_call_json import SPACE, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser, is_name
 
-_FENCE = SPACE | frozenset("`json")
+_FENCE = SPACE | frozenset("`json")  # characters of "```json"
 
 
 class SectionedCalls(ToolParser):

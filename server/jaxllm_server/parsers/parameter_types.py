@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxllm_server.parsers.python_literal import as_json
 
+# Type names that JSON Schema lacks, as in vLLM.
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object", "list": "array"}
 )

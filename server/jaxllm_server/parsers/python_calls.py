@@ -10,6 +10,7 @@ from jaxllm_server.parsers.python_literal import PythonLiteral
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, skip
 from jaxllm_server.parsers.tool_parsers import MakeId, ToolParser
 
+# Of OpenAI's tool names, and of dotted ones.
 _NAME = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
@@ -70,7 +71,7 @@ class PythonicParser(ToolParser):
             return end
         if end < len(text):
             word = self._name.strip()
-            is_empty = text[end] == ")"
+            is_empty = text[end] == ")"  # no keyword, as in `now()`
             if text[end] not in ends or len(word.split()) != (0 if is_empty else 1):
                 self._refuse()
                 return end

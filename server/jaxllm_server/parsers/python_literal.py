@@ -18,7 +18,7 @@ _CONSTANTS: Mapping[str, str] = MappingProxyType(
     {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 )
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_MAX_PYTHON_NUMBER = 64
+_MAX_PYTHON_NUMBER = 64  # in a notation that JSON lacks
 _CLOSERS: Mapping[str, str] = MappingProxyType({"[": "]", "{": "}"})
 _ESCAPES: Mapping[str, str] = MappingProxyType(
     {
@@ -52,6 +52,7 @@ class PythonLiteral:
         self._string: _String | None = None
 
     def read(self, text: str, start: int) -> int:
+        """Convert text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             if self._string is not None:
@@ -154,6 +155,7 @@ class _String:
         self._is_triple = False
 
     def read(self, text: str, start: int, into: list[str]) -> int:
+        """Append JSON to `into`, up to the closing quote."""
         position = start
         while position < len(text) and not (self.is_over or self.is_broken):
             if self._is_opening:
@@ -199,7 +201,7 @@ class _String:
         kind = self.unread[1]
         if kind not in _HEX_DIGITS:
             known = _ESCAPES.get(kind)
-            into.append(_inside(self.unread if known is None else known))
+            into.append(_inside(self.unread if known is None else known))  # unknown escapes stay, as in Python
             self.unread = ""
         elif len(self.unread) > 2 and character not in "0123456789abcdefABCDEF":
             self.is_broken = True

@@ -113,6 +113,7 @@ class HarmonyChannels:
         return (CHANNEL,)
 
     def may_reason(self, prompt: str, is_switched_off: bool) -> bool:
+        """Return True: a header always precedes the answer."""
         return True
 
     def parser(self, prompt: str = "") -> HarmonyReasoning:

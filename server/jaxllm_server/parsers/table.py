@@ -77,6 +77,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "seed_oss": ReasoningForm(
             TaggedReasoning(("<seed:think>",), ("</seed:think>",), ReasoningMode.BY_ITSELF), (("<seed:think>",),)
         ),
+        # May begin calls without an end tag (vllm/reasoning/kimi_k2_reasoning_parser.py).
         "kimi_k2": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.ALWAYS, kept_ends=("<|tool_calls_section_begin|>",)),
             (("<think>", "<|tool_calls_section_begin|>"),),
@@ -84,6 +85,7 @@ REASONING_PARSERS: Mapping[str, ReasoningForm] = MappingProxyType(
         "deepseek_v3": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.IF_OPENED), (("<｜Assistant｜>", "</think>", "thinking"),)
         ),
+        # Some revisions' template does not open the reasoning.
         "deepseek_r1": ReasoningForm(
             TaggedReasoning(*_THINK, ReasoningMode.ALWAYS), (("<｜Assistant｜>", "</think>"),)
         ),

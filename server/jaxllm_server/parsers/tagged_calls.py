@@ -36,7 +36,7 @@ class TaggedCalls(SectionedCalls):
     """
 
     tags: ClassVar[Tags]
-    _has_lines: ClassVar[bool] = True
+    _has_lines: ClassVar[bool] = True  # values are on separate lines
 
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
@@ -200,13 +200,13 @@ class _Value:
     """Writes a parameter as JSON: a string incrementally, other values at the end."""
 
     def __init__(self, opening: str, types: Sequence[str], choices: Sequence[Any], has_lines: bool) -> None:
-        self._opening = opening
+        self._opening = opening  # punctuation and key, "" once emitted
         self._types = types
         self._choices = choices
         self._is_text = is_text(types)
         self._has_lines = has_lines
         self._is_first = True
-        self._newline = ""
+        self._newline = ""  # pending; dropped if last
         self._text: list[str] = []
 
     def push(self, text: str) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 SPACE = frozenset(" \t\r\n")
 _SCALAR = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_ARGUMENTS = ("arguments", "parameters")
+_ARGUMENTS = ("arguments", "parameters")  # Hermes' key and Llama's
 _MEMBERS = frozenset({"name", "id", "type", "function", *_ARGUMENTS})
 
 MAX_NAME = 256  # characters; a longer name is text
@@ -66,6 +66,7 @@ class CallObject:
         self._arguments: list[str] | None = None
 
     def read(self, text: str, start: int) -> int:
+        """Read text from `start` on; return the index after it."""
         position = start
         while position < len(text) and not self.is_over:
             character = text[position]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from jaxllm_server.parsers.marker_reader import MarkerReader
 from jaxllm_server.parsers.tool_call_json import MAX_NAME, SPACE, JsonValue, skip
 
-_NAME = re.compile(r"[\w.:/-]+")
+_NAME = re.compile(r"[\w.:/-]+")  # OpenAI's API allows letters, digits, `_` and `-`
 MakeId: TypeAlias = Callable[[str], str]
 
 
@@ -116,6 +116,7 @@ class ToolParser(MarkerReader, ABC):
         return self._match(text, start, markers)
 
     def _extend_name(self, text: str, start: int, stops: str) -> tuple[int, bool]:
+        """Return the end, and whether the name is short enough."""
         end = start
         while end < len(text) and text[end] not in stops:
             end += 1

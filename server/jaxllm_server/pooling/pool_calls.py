@@ -26,7 +26,7 @@ class PoolCall:
     truncation_side: str = "right"  # "left" keeps the last tokens; not for pairs
     add_special_tokens: bool = True
     request_id: str | None = None  # unique among unfinished requests
-    client_id: str | None = None
+    client_id: str | None = None  # X-Request-Id; may repeat
     priority: int = 0
     cache_salt: str | None = None
 

@@ -59,7 +59,7 @@ async def answers(
                 await has_moved.wait()
             begin(answer(num_asked, request))
             num_asked, num_open = num_asked + 1, num_open + 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # lets the task enter the queue
         queue.put_nowait(None)
 
     def begin(work: Coroutine[Any, Any, None]) -> None:

@@ -314,7 +314,7 @@ def _single(given: str | Sequence[int], call: PoolCall, model: ModelInfo, most: 
     if not isinstance(given, str):
         ids = cut_ids(given, kept, call.truncation_side)
         if len(ids) > most:
-            return _Prompt(len(ids), None)
+            return _Prompt(len(ids), None)  # refused; converting millions of ids holds the GIL
         outside = next((token for token in ids if not 0 <= token < model.vocab_size), None)
         if outside is not None:
             raise UserError(f"Token id {outside} is out of vocabulary (0 to {model.vocab_size - 1}).")

@@ -13,6 +13,7 @@ from jaxllm_server.requests.constraints import constraint_of
 from jaxllm_server.requests.fields import Body, flag, integer, is_same, mapping, one_of, text
 from jaxllm_server.requests.unknown_fields import OF_OTHER_ROUTES, check
 
+# SamplingParams refuses values of those not built.
 SAMPLING = frozenset(names_in(SamplingParams, OPENAI))
 # On a server of one model without storage.
 WITHOUT_EFFECT = frozenset(
@@ -70,7 +71,7 @@ def sampling_of(fields: Body) -> dict[str, Any]:
     if fields.get("stream") is True and "prompt_logprobs" in fields:
         raise UserError("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
     sampling = {name: fields[name] for name in SAMPLING if name in fields}
-    if is_same(sampling.get("thinking_token_budget"), -1):
+    if is_same(sampling.get("thinking_token_budget"), -1):  # vLLM's value for unlimited
         del sampling["thinking_token_budget"]
     constraint = constraint_of(fields)
     if constraint is not None:

@@ -19,6 +19,7 @@ _MOST_HEADER = 1024  # characters; clients accept some KiB
 # Harmless fields of other servers: llama.cpp, SGLang, text-generation-webui, TGI, Ollama, OpenRouter, LiteLLM.
 FOREIGN = frozenset(
     (
+        # Sampling filters and penalties
         *("typical_p", "typical", "tfs_z", "tfs", "top_a", "top_n_sigma", "nsigma", "epsilon_cutoff", "eta_cutoff"),
         *("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta", "xtc_probability", "xtc_threshold"),
         *("dynamic_temperature", "dynatemp_range", "dynatemp_exponent", "dynatemp_low", "dynatemp_high"),
@@ -30,16 +31,19 @@ FOREIGN = frozenset(
         # Thinking
         *("enable_thinking", "think", "thinking", "thinking_budget", "reasoning", "reasoning_format"),
         *("separate_reasoning", "stream_reasoning", "parse_tool_calls"),
+        # Execution on the server
         *("keep_alive", "options", "raw", "preset", "num_ctx", "num_keep", "n_keep", "cache_prompt", "n_cache_reuse"),
         *("id_slot", "slot_id", "t_max_predict_ms", "t_max_prompt_ms", "sse_ping_interval", "ttl", "draft_model"),
         *("prompt_lookup_num_tokens", "ngram_corpus_id", "rid", "session_params", "extra_key", "custom_labels"),
         *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "no_stop_trim", "nvext"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "truncate", "truncation_length", "add_bos_token"),
         *("auto_max_new_tokens", "max_tokens_second", "images_config"),
+        # Details to report
         *("n_probs", "post_sampling_probs", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
         *("details", "decoder_input_details", "top_n_tokens", "return_full_text", "return_hidden_states"),
         *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
         *("return_prompt_token_ids", "incremental_output", "result_format", "usage", "debug"),
+        # Gateways between client and model
         *("provider", "providerOptions", "route", "models", "fallbacks", "transforms", "trace", "tags", "guardrails"),
         *("num_retries", "timeout", "caching", "cache", "cache_control", "drop_params", "additional_drop_params"),
         *("allowed_openai_params", "litellm_metadata", "client_metadata", "litellm_call_id", "custom_llm_provider"),
@@ -52,10 +56,12 @@ FOREIGN = frozenset(
 )
 # Fields that determine the content -> this server's.
 MEANINGFUL: Mapping[str, str] = {
+    # Form of the output
     **dict.fromkeys(("grammar", "grammar_string", "ebnf", "regex"), "structured_outputs"),
     **dict.fromkeys(("json_schema", "format", "schema", "response_schema"), "response_format"),
     "custom_token_bans": "bad_words",
     "echo_last": "echo",
+    # Length and number of outputs
     **dict.fromkeys(("max_new_tokens", "max_length", "max_output_tokens", "n_predict", "num_predict"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_words", "stop_regex"), "stop"),
     **{"ban_eos_token": "ignore_eos", "min_new_tokens": "min_tokens", "n_cmpl": "n"},
@@ -68,7 +74,9 @@ MEANINGFUL: Mapping[str, str] = {
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),
     **dict.fromkeys(("input_suffix", "input_extra"), "suffix"),
     **{"input_ids": "prompt_token_ids", "continue_": "continue_final_message"},
+    # Of the Responses API
     **{"instructions": "messages", "previous_response_id": "", "conversation": "", "text": "response_format"},
+    # Model and dimensions
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), "model"),
     **{"output_dimension": "dimensions", "embedding_types": "encoding_format"},
 }

@@ -58,7 +58,7 @@ class CompactionReply(ResponseReply):
         super().__init__({**fields, **told}, options, request_id, history, kept)
         self.ignored = ignored
         self._window = [*history, *self.items[:-1]]
-        if has_images(self._window):
+        if has_images(self._window):  # a part of an image could be cut off
             (call,) = self.calls
             sampling = {name: value for name, value in call.sampling.items() if name != "truncate_prompt_tokens"}
             self.calls: Sequence[Call] = [replace(call, sampling=sampling)]

@@ -14,7 +14,7 @@ from jaxllm.media.image_part import NamedPart
 Item = Mapping[str, Any]
 
 RESPONSE_PREFIX = "resp_"
-MOST_PARTS = 16_384
+MOST_PARTS = 16_384  # of a conversation, as of a chat
 _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -305,6 +305,7 @@ def _length_of(part: Mapping[str, Any]) -> int:
     return len(part["image_url"] if part["type"] == _IMAGE else part["text"])
 
 
+# Must be absent: the order is reasoning, content, calls.
 _COMES_BEFORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "reasoning": ("reasoning_content", "content", "tool_calls"),
@@ -320,7 +321,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: Item) -> None:
     if not is_answer or any(messages[-1].get(name) for name in _COMES_BEFORE[kind]):
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
-    if kind == "reasoning":
+    if kind == "reasoning":  # else summary, as in vLLM
         last["reasoning_content"] = "".join(part["text"] for part in item["content"] or item["summary"])
     elif kind == "message":
         last["content"] = _chat_content(item["content"])

@@ -52,7 +52,7 @@ class Output:
         self._request_id = request_id
         self._items: list[_Item] = []
         self._events: list[Event] = []
-        self._space: list[str] = []
+        self._space: list[str] = []  # leading, as around calls; kept only before text
         self._logprobs: list[dict[str, Any]] = []
 
     def items(self) -> list[dict[str, Any]]:

@@ -47,13 +47,14 @@ _UNBUILT = {
     "conversation": (),
     "context_management": ([],),
     "moderation": (),
-    "previous_response": (),
+    "previous_response": (),  # vLLM's, like the next two
     "previous_input_messages": (),
     "enable_response_messages": (False,),
     "mm_processor_kwargs": ({},),
 }
+# A response has a single output and its log-probabilities.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
-REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # returned, defaults filled in
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # returned unchanged, without effect
 _OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})
 FIELDS = (
@@ -92,7 +93,7 @@ class ResponseReply:
         self.ignored: list[str] = []
         fields = given(body, FIELDS, _UNBUILT, options.unknown_fields, self.ignored)
         own_id = text(fields, "request_id")
-        if own_id is not None and len(own_id) > options.max_request_id_chars:
+        if own_id is not None and len(own_id) > options.max_request_id_chars:  # item ids contain it
             most = options.max_request_id_chars
             raise UserError(f"request_id may have at most {most} characters.", "request_id")
         self.request_id = request_id if own_id is None else own_id
@@ -123,7 +124,7 @@ class ResponseReply:
                 takes_one_call=self._takes_one_call,
                 sampling=sampling,
                 request_id=self.request_id,
-                may_fill_context=True,
+                may_fill_context=True,  # agents request more than is left; as in vLLM
                 **shared,
             )
         ]
@@ -217,6 +218,7 @@ class ResponseReply:
         }
 
     def _sampling(self, fields: Body) -> tuple[dict[str, Any], Mapping[str, str]]:
+        """Return sampling parameters, and their request fields for errors."""
         form = request.format_of(fields)[1]
         if form is not None and form["type"] != "text" and "structured_outputs" in fields:
             message = "text.format and structured_outputs exclude each other: give one of them."
@@ -280,6 +282,7 @@ def _check_background(fields: Body, options: ServerOptions) -> None:
 def _conversation(
     fields: Body, history: Sequence[Item], own: Sequence[Item], tools: Sequence[Body], effort: str | None
 ) -> dict[str, Any]:
+    """Return the `Call` fields of the prompt; `instructions` apply to this request only."""
     items = [*history, *own]
     if not items:
         raise UserError("input must hold at least one item.", "input")

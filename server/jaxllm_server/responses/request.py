@@ -12,6 +12,7 @@ from jaxllm_server.openai.conversation import REASONING_EFFORTS
 from jaxllm_server.requests.fields import Body, flag, mapping, text
 
 LOGPROBS = "message.output_text.logprobs"
+# Clients also request those of unused tools.
 _INCLUDABLE = (
     *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "file_search_call.results"),
     *("web_search_call.results", "web_search_call.action.sources", "code_interpreter_call.outputs"),

@@ -36,7 +36,7 @@ class LostError(LookupError):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.response_id = name[name.find(RESPONSE_PREFIX) :]
+        self.response_id = name[name.find(RESPONSE_PREFIX) :]  # without a connection's prefix
 
 
 class ResponseStore:
@@ -80,6 +80,7 @@ class ResponseStore:
         return dict(reversed(chain.items()))
 
     def delete(self, client: str, response_id: str) -> bool:
+        """Delete a response; return whether it existed."""
         stored = self.kept.get(client, {}).pop(response_id, None)
         if stored is None:
             return False
@@ -111,6 +112,7 @@ class ConnectionResponses:
         return own if own in self._names else response_id
 
     def own(self, chain: Mapping[str, StoredResponse]) -> dict[str, StoredResponse]:
+        """Return the responses that only the connection keeps."""
         return {name: stored for name, stored in chain.items() if name in self._names}
 
     def put(self, response_id: str, stored: StoredResponse) -> None:

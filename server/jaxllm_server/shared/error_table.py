@@ -68,6 +68,7 @@ _ROWS: tuple[tuple[type[BaseException], Row], ...] = (
     (AdminRequiredError, Row("PERMISSION_DENIED", "ADMIN_REQUIRED", 403, "permission_denied")),
 )
 _UNKNOWN = Row("INTERNAL", "ENGINE_ERROR", 500, "server_error")
+# Where the code is not the reason in lower case.
 _OPENAI_CODES = {
     "AUTH_MISSING": "invalid_api_key",
     "AUTH_INVALID": "invalid_api_key",

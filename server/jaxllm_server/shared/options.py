@@ -24,12 +24,14 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 class ServerOptions:
     """A server's settings; sizes in bytes, times in seconds."""
 
+    # Addresses.
     host: str = setting("127.0.0.1", "address of both front ends; 0.0.0.0: every interface", "ADDRESS")
     port: int | None = setting(8000, "port of the HTTP server; none: disabled", "PORT")
     uds: str | None = setting(None, "Unix socket for HTTP instead of a port", "PATH")
     grpc_port: int | None = setting(50051, "port of the gRPC server; none: disabled", "PORT")
     grpc_uds: str | None = setting(None, "Unix socket for gRPC instead of a port", "PATH")
 
+    # Names and API behavior.
     served_model_name: tuple[str, ...] = setting(
         (), "names of the model in requests; answers have the first one (default: the model's)", takes_several=True
     )
@@ -78,6 +80,7 @@ class ServerOptions:
     disable_fastapi_docs: bool = setting(False, "serve neither /openapi.json nor /docs (the name is vLLM's)")
     enable_request_id_headers: bool = setting(True, "send x-request-id with every HTTP response")
 
+    # Access.
     api_key: tuple[str, ...] = setting(
         (),
         "key that clients must send, over HTTP to every path but /health, /live, /ready, /ping, /docs and "
@@ -137,6 +140,7 @@ class ServerOptions:
     )
     restart: bool = setting(False, "run the server in a child process, and start it again when it fails")
 
+    # Limits per request.
     max_body_bytes: int = setting(8 << 20, "maximum bytes of an HTTP body", "BYTES")
     max_audio_bytes: int = setting(25 << 20, "maximum bytes of a file of sound", "BYTES")
     max_audio_seconds: float = setting(1800.0, "maximum seconds of a file of sound; 0: any", "SECONDS")
@@ -154,6 +158,7 @@ class ServerOptions:
     max_request_id_chars: int = setting(128, "maximum characters of a request id or cache salt")
     grpc_max_message_bytes: int = setting(8 << 20, "maximum bytes of a gRPC request", "BYTES")
 
+    # Limits over all requests.
     max_queued_requests: int | None = setting(
         None, "maximum requests that wait for a slot (default: 4,096, or 4 for each slot if that is more)"
     )
@@ -180,6 +185,7 @@ class ServerOptions:
         "SECONDS",
     )
 
+    # Operation.
     shutdown_timeout: float = setting(30.0, "seconds for running requests to finish after SIGTERM or ^C", "SECONDS")
     drain_delay: float = setting(0.0, 'seconds between "not ready" and refusing work', "SECONDS")
     hang_timeout: float = setting(
@@ -231,7 +237,7 @@ class ServerOptions:
                 raise UserError(f"{name}: there is no folder {folder}.", name)
         if self.most_receiving_bytes < self.max_body_bytes:
             raise UserError("max_receiving_bytes must be at least max_body_bytes.", "max_receiving_bytes")
-        if self.max_request_id_chars < 40:
+        if self.max_request_id_chars < 40:  # generated ids must fit
             raise UserError("max_request_id_chars must be at least 40.", "max_request_id_chars")
         if self.hang_timeout <= 0.0:
             raise UserError("hang_timeout must be positive.", "hang_timeout")

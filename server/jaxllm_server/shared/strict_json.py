@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from jaxllm.errors import UserError
 
+# Characters and escapes, without lone surrogates.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F]){0,65536}+", re.DOTALL
 )
@@ -28,6 +29,7 @@ class NotJsonError(UserError):
 
 
 def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> dict[str, Any]:
+    """Parse a JSON object, as `read_value`."""
     document = read_value(raw, max_depth, "The body", in_thread=in_thread)
     if not isinstance(document, dict):
         raise UserError("The body must be a JSON object.")

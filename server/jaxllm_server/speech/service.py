@@ -31,14 +31,14 @@ _FRAMES_A_SECOND = 100
 class SpeechCall:
     """A client's recording, unchecked."""
 
-    client: str = ""
+    client: str = ""  # from `client_quota.client_of`
     model: str = ""  # "": the served model
     sound: bytes
     asked: Asked
     before: str = ""  # a text that precedes the recording
     stream: bool = False
     request_id: str | None = None  # unique among unfinished requests
-    client_id: str | None = None
+    client_id: str | None = None  # X-Request-Id, for logs; may repeat
     priority: int = 0
 
 
@@ -83,7 +83,7 @@ class Speech:
                 _log.info("request %s: %s %.1f s of sound", call.request_id, call.asked.task, own.seconds)
             requests, output, number = own.requests(), None, 0
             while True:
-                if call.asked.words and output is not None:
+                if call.asked.words and output is not None:  # computes their times
                     request = await site.off_loop(call.client, _next, requests, output)
                 else:
                     request = _next(requests, output)
@@ -101,6 +101,7 @@ class Speech:
             yield Progress(own.text, own, True)
 
     async def _recording(self, call: SpeechCall, entry: Entry) -> Recording:
+        """Charge the memory of the spectrogram, then decode the file."""
         site, most = self._site, self._site.options.max_audio_seconds or None
         sources = site.engine.model.sources
         assert sources is not None and sources.sound is not None

@@ -22,6 +22,7 @@ class AdapterCalls:
         return cast("AdapterTexts", self.features.by_name[AdapterTexts.name]).store
 
     def model_of(self, lora_request: LoRARequest | None) -> ModelInfo:
+        """Return the model, with the adapter's tokenizer if any."""
         return self.model if lora_request is None else self.adapters.get(lora_request).language.model
 
     def add_lora(self, lora_request: LoRARequest) -> bool:

@@ -51,7 +51,7 @@ class AdapterRows(AdapterTexts):
 
     def __init__(self, core: Core, make_store: Callable[[Core], Adapters] | None = None) -> None:
         super().__init__(core, make_store)
-        self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)
+        self._numbers = np.zeros(core.runner.limits.num_slots, np.int64)  # by slot; 0 without an adapter
         self._placed: dict[int, Adapter] = {}  # by number, since the last step with adapters
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:

@@ -68,13 +68,13 @@ class Adapters:
         self._most_kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._lock = threading.Lock()
         self._reading = threading.Lock()
-        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()
+        self._kept: OrderedDict[LoRARequest, Adapter] = OrderedDict()  # most recently used last
         self._alive: WeakValueDictionary[LoRARequest, Adapter] = WeakValueDictionary()  # with those of requests
         self._known: dict[LoRARequest, Known] = {}
         self._names: dict[int, str] = {}
         self._num_read = 0
         self._readers: dict[int, set[object]] = {}  # by `lora_int_id`; removal drops them
-        self._confinement = Confinement()
+        self._confinement = Confinement()  # for folders' tokenizers and templates
         self._languages: WeakValueDictionary[bytes, Language] = WeakValueDictionary()  # by digest
 
     def find(self, request: LoRARequest) -> Adapter | None:
@@ -113,6 +113,7 @@ class Adapters:
             return self._names.get(number, f"adapter {number}")
 
     def remove(self, lora_int_id: int) -> bool:
+        """Forget adapters by the caller's number; return whether any existed."""
         with self._lock:
             gone = [request for request in self._known if request.lora_int_id == lora_int_id]
             self._readers.pop(lora_int_id, None)

@@ -63,6 +63,7 @@ class BeamSearches(Feature):
         self._is_beam = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
 
     def claim(self, accepted: Accepted) -> None:
+        """Set the parameters of a search's beams; refuse one that is too wide."""
         beams, model = accepted.asked, accepted.language.model
         if not isinstance(beams, BeamSearchParams):
             return
@@ -116,7 +117,7 @@ class BeamSearches(Feature):
             leader = sequence.group.sequences[0].sequence_id
             fields["beam_group"] = leader
             if fields["root"] is None:
-                fields["root"] = content_root(salt=f"{leader - 1}".encode())
+                fields["root"] = content_root(salt=f"{leader - 1}".encode())  # as for n outputs of a prompt
 
     def place(self, slot: int, sequence: Sequence) -> None:
         self._is_beam[slot] = self.name in sequence.group.states

@@ -15,6 +15,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling.sampler import ROW_WIDTH
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
+# Stored for requests that sample nothing.
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 ROW = np.zeros(ROW_WIDTH, np.int32)
 

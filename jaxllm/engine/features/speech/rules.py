@@ -49,7 +49,7 @@ class SpeechRules:
     previous: int | None  # begins a text that precedes the sound's
     no_speech: int | None
     suppressed: Sequence[int]
-    begin_suppressed: Sequence[int]
+    begin_suppressed: Sequence[int]  # as the first token of an output
 
     def allowed(self, written: Sequence[int], timed: bool) -> np.ndarray:
         """Return the tokens that may follow an output, int32[W] with a bit for each."""
@@ -63,7 +63,7 @@ class SpeechRules:
             is_pair = len(written) < 2 or written[-2] >= first
             words &= ~(_between(first, size, size) if is_pair else _between(0, self.end, size))
             least = written[-1] + is_pair
-        else:
+        else:  # timestamps increase, so the last one is the largest
             least = max((token + 1 for token in written if token >= first), default=first)
         words &= ~_between(first, least, size)
         if not written:
@@ -77,7 +77,7 @@ class SpeechRules:
         bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
         bits[: self.vocab_size] = 1
         bits[list(self.suppressed)] = 0
-        if self.no_timestamps is not None:
+        if self.no_timestamps is not None:  # belongs to prompts
             bits[self.no_timestamps] = 0
         return _packed(bits)
 

@@ -8,6 +8,7 @@ from jaxllm.engine.features.speech.transcription import Segment
 
 
 def subtitles(segments: Sequence[Segment], form: str) -> str:
+    """Return segments as SubRip ("srt") or WebVTT."""
     mark = "," if form == "srt" else "."
     lines = [] if form == "srt" else ["WEBVTT", ""]
     for number, each in enumerate(segments, 1):

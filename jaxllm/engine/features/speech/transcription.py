@@ -76,7 +76,7 @@ class Transcription:
         if asked.language is not None and not rules.languages and asked.language.lower() != "en":
             rules.language_of(asked.language)
         rules.prompt(next(iter(rules.languages.values()), None), asked.task, self._timed)
-        room = model.max_model_len // 2 - 1
+        room = model.max_model_len // 2 - 1  # the most in training
         self._before = list(asked.before)[-room:]
         self.segments: list[Segment] = []
         self.words: list[Word] = []
@@ -163,7 +163,7 @@ class Transcription:
         num_positions = max(1, num_frames // _STEP_FRAMES)
         times = token_times(alignment.weights[:, :, :num_positions])
         last = times[-1] if len(times) else 0.0
-        starts = [*times.tolist(), last][: len(written)]
+        starts = [*times.tolist(), last][: len(written)]  # the last token was read by no step
         starts += [last] * (len(written) - len(starts))
         first = self._rules.first_timestamp or self._rules.vocab_size
         starts = [frame * FRAME_SECONDS + time for time in starts]
@@ -215,7 +215,7 @@ class Transcription:
             times = [token for token in ids if token > first]
             end = _STEP_FRAMES * (times[-1] - first) if times else num_frames // _STEP_FRAMES * _STEP_FRAMES
             return [(0, end, ids)], num_frames
-        is_last = is_time[-2:] == [False, True]
+        is_last = is_time[-2:] == [False, True]  # no speech follows
         if is_last:
             ends.append(len(ids))
         else:

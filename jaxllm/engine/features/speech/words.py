@@ -14,7 +14,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 0.02
 _MEDIAN = 7  # positions of the filter, Whisper's default
-_OPENING = "\"'“¿([{-"
+_OPENING = "\"'“¿([{-"  # belongs to the word after it
 _WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
 
 
@@ -77,7 +77,7 @@ def words_of(
         start = start if held else time
         held.append(token)
         text = tokenizer.decode(held)
-        if text.endswith("\ufffd"):
+        if text.endswith("\ufffd"):  # a character of several tokens
             continue
         until = times[at + 1] if at + 1 < len(times) else end
         is_new = not words or text[:1].isspace() or language in _WITHOUT_SPACES

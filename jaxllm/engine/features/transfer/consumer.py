@@ -25,8 +25,8 @@ from jaxllm.runner.row_layout import Row, RowLayout
 _log = logging.getLogger(__name__)
 PULLS = 32  # further ones wait, within their deadlines
 MOST_CHANNELS = 64
-CALL_SECONDS = 2.0
-BEATS = 3
+CALL_SECONDS = 2.0  # heartbeat or release
+BEATS = 3  # heartbeats of a lease
 WARN_SECONDS = 1.0
 
 
@@ -88,6 +88,7 @@ class Consumer:
         return asked.future
 
     def release(self, remote: Remote) -> None:
+        """End a lease at its producer, without waiting."""
         self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
@@ -99,6 +100,7 @@ class Consumer:
             channel.close()
 
     def _beat(self, seconds: float) -> None:
+        """Renew the leases of live pulls until the end."""
         while not self._closed.wait(seconds):
             now, leases = time.monotonic(), dict[str, list[str]]()
             with self._lock:

@@ -30,8 +30,8 @@ from jaxllm.setup.model_files import identity
 
 _log = logging.getLogger(__name__)
 NAME = "kv_transfer_params"
-FORMAT = 1
-DONE = ("stop", "length")
+FORMAT = 1  # of a block's content
+DONE = ("stop", "length")  # reasons to keep a prompt's blocks
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Transfer:
     params: TransferParams
     digests: Sequence[bytes]  # of the prompt's full blocks
     pull: Future[Mapping[Block, Row]] | None = None
-    num_asked: int = 0
+    num_asked: int = 0  # blocks of the pull
 
 
 class NoTransfer(Feature):
@@ -111,7 +111,7 @@ class KvTransfer(Feature):
             return
         try:
             received = state.pull.result(0)
-        except (CancelledError, TimeoutError):
+        except (CancelledError, TimeoutError):  # aborted, or not awaited
             state.pull.cancel()
             return
         metrics = self.core.metrics

@@ -15,7 +15,7 @@ PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Rel
 # Magic, fingerprints, digest, group, bytes of both models' content; then a checksum.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
-FRAME_BYTES = _HEADER.size + _CHECKSUM
+FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
 MOST_BLOCKS = 1 << 20
 MOST_LEASES = 1 << 16
 NO_DRAFTS = bytes(32)
@@ -29,7 +29,7 @@ class Fingerprint(NamedTuple):
     """Identifies the meaning of blocks; 32 bytes each."""
 
     model: bytes  # format, weights, types and sizes
-    drafts: bytes = NO_DRAFTS
+    drafts: bytes = NO_DRAFTS  # of the draft model
 
 
 class Block(NamedTuple):

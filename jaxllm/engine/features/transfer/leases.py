@@ -53,6 +53,7 @@ class Leases:
             return lease
 
     def fill(self, lease: Lease, blocks: Mapping[Block, bytes]) -> None:
+        """Add a lease's blocks, unless it has ended."""
         with self._lock:
             if lease.name in self._leases:
                 lease.blocks = blocks
@@ -60,6 +61,7 @@ class Leases:
         lease.is_filled.set()
 
     def find(self, name: str) -> Lease | None:
+        """Return a lease, renewed; None if it has ended."""
         self.sweep()
         with self._lock:
             lease = self._leases.get(name)
@@ -68,6 +70,7 @@ class Leases:
             return lease
 
     def release(self, name: str) -> bool:
+        """End a lease; return whether it was open."""
         with self._lock:
             return self._end(name)
 

@@ -26,8 +26,8 @@ class Remote(NamedTuple):
 class TransferParams:
     """A request's transfers."""
 
-    keeps: bool = False
-    remote: Remote | None = None
+    keeps: bool = False  # its prompt's blocks
+    remote: Remote | None = None  # has its prompt's blocks
 
 
 def read(given: object, config: KvTransferConfig) -> TransferParams | None:

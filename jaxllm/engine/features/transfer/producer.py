@@ -32,7 +32,7 @@ from jaxllm.runner.row_layout import Row, RowLayout
 
 _log = logging.getLogger(__name__)
 PULLS = 16  # further ones wait
-SHORT_CALLS = 2
+SHORT_CALLS = 2  # heartbeats and releases
 SWEEP_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 _OPTIONS = (
