@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024
-_MOST_BYTES = {"image": 20 << 20, "audio": 25 << 20}  # of a file, as in messages
+_MEDIA = "image", "audio"
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
@@ -50,7 +50,7 @@ def run(options: dict[str, Any]) -> int:
     engine_config(options)
     from_flags = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
-    media = [_part(kind, Path(path)) for kind in _MOST_BYTES for path in options[kind]]
+    media = [_part(kind, Path(path)) for kind in _MEDIA for path in options[kind]]
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
@@ -59,7 +59,7 @@ def run(options: dict[str, Any]) -> int:
         _check_template(llm, system, further)
         processor = llm.engine.model.processor
         read = None if processor is None else processor.kind
-        unread = next((kind for kind in _MOST_BYTES if options[kind] and kind != read), None)
+        unread = next((kind for kind in _MEDIA if options[kind] and kind != read), None)
         if unread is not None:
             noun = {"image": "images", "audio": "sound"}[unread]
             raise UserError(f"{options['model'] or 'The model'} reads no {noun}; leave --{unread} out.", unread)
@@ -92,15 +92,16 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
 
 def _part(kind: str, path: Path) -> dict[str, Any]:
     """Return a message's part for a file; `kind` is "image" or "audio"."""
+    from jaxllm.media import images, sound_files
+
+    most = images.MOST_BYTES if kind == "image" else sound_files.MOST_BYTES
     try:
         with path.expanduser().open("rb") as file:
-            data: Any = file.read(_MOST_BYTES[kind] + 1)
+            data: Any = file.read(most + 1)
     except OSError as error:
         raise UserError(f"--{kind}: {path} cannot be read: {error.strerror}.", kind) from None
     if kind == "image":
-        from jaxllm.media.images import decode
-
-        data = decode(data, f"--{kind}: {path}", kind)
+        data = images.decode(data, f"--{kind}: {path}", kind)
     return {"type": kind, kind: data}
 
 
@@ -177,6 +178,6 @@ def _with_media_of(dropped: dict[str, Any], rest: list[dict[str, Any]]) -> list[
     """Move the images and sounds of a dropped message to the next one of the user."""
     if isinstance(dropped["content"], str):
         return rest
-    media = [part for part in dropped["content"] if part["type"] in _MOST_BYTES]
+    media = [part for part in dropped["content"] if part["type"] in _MEDIA]
     following = {"role": "user", "content": [*media, {"type": "text", "text": rest[0]["content"]}]}
     return [following, *rest[1:]]

@@ -62,6 +62,8 @@ def _sounds(
     size, layers, heads, inner = (
         own.size(key if own.has(key) else other, default) for key, (other, default) in _KEYS.items()
     )
+    own.only("num_key_value_heads", heads)
+    own.only("head_dim", size // heads)
     num_states = own.size("max_source_positions", 1500)
     joined = 2 if is_averaged else inner // size
     if size % heads or not joined or num_states < joined or (not is_averaged and (inner % size or num_states % joined)):

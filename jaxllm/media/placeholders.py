@@ -21,7 +21,7 @@ def marked(text: str, marks: tuple[str, str, str] | None) -> str:
 
 
 def expanded(
-    ids: Sequence[int], placeholder: int, lengths: Sequence[int], noun: str = "image"
+    ids: Sequence[int], placeholder: int, lengths: Sequence[int], kind: str = "image"
 ) -> tuple[list[int], list[int]]:
     """Return token ids with a placeholder for each embedding, and each image's first position.
 
@@ -31,8 +31,8 @@ def expanded(
     total = sum(lengths)
     if count not in (len(lengths), total):
         raise UserError(
-            f"The prompt has {count} {noun} placeholders (token {placeholder}) for {len(lengths)} {noun}s; write one "
-            f"for each {noun}, or one for each of their {total} embeddings.",
+            f"The prompt has {count} {kind} placeholders (token {placeholder}) for {len(lengths)} {kind}s; write one "
+            f"for each {kind}, or one for each of their {total} embeddings.",
             "multi_modal_data",
         )
     repeats = list(lengths) if count == len(lengths) else [1] * total
@@ -50,5 +50,5 @@ def expanded(
     firsts = [starts[sum(lengths[:index])] for index in range(len(lengths))]
     for first, length in zip(firsts, lengths, strict=True):
         if any(token != placeholder for token in found[first : first + length]):
-            raise UserError(f"The placeholders of one {noun} must follow each other.", "multi_modal_data")
+            raise UserError(f"The placeholders of a {kind} must follow each other.", "multi_modal_data")
     return found, firsts

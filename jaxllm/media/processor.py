@@ -107,7 +107,7 @@ class Processor(ABC):
 
     @abstractmethod
     def measure(self, image: Any, name: str, parameter: str) -> Measured:
-        """Check an image; raise UserError, naming `name`, for a value that is none, or has too many tokens."""
+        """Check an image; raise UserError, naming `name`, for another value or too many tokens."""
 
     def listed(self, given: Any) -> list[Any]:
         """Return the images of a list or tuple, or the only one."""

@@ -22,13 +22,13 @@ from jaxllm.media.sources import SOUNDS, Sources, from_base64
 MOST_SECONDS = 1800  # of a file
 FORMATS = ("wav", "mp3", "flac", "ogg")
 _KIND = "WhisperFeatureExtractor"
-_UNREAD = frozenset(("processor_class", "padding_side", "return_attention_mask"))
+_UNREAD = frozenset(("processor_class", "return_attention_mask"))
 _AFTER = 3  # frames of silence, so that no reflection reaches the frame after a sound
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoundProcessor(Processor):
-    """Sounds of at most `num_states` states, or whole windows of as many if the tower reads the silence after them."""
+    """Sounds of at most `num_states` states, or windows of `num_states` if the tower reads the silence after them."""
 
     kind: ClassVar[str] = "audio"
     noun: ClassVar[str] = "sound"
@@ -139,6 +139,7 @@ def read_sounds(
         ("chunk_length", 30, num_frames * HOP / RATE),
         ("nb_max_frames", num_frames, num_frames),
         ("n_samples", num_frames * HOP, num_frames * HOP),
+        ("padding_side", "right", "right"),
         ("padding_value", 0.0, 0.0),
         ("dither", 0.0, 0.0),
         ("do_normalize", False, False),
@@ -156,8 +157,8 @@ def sound_of(part: Mapping[str, Any], name: str, sources: Sources, processor: So
     """Return the sound of a content part; raise UserError, naming `name`, if it is refused or invalid.
 
     A part is {"type": "input_audio", "input_audio": {"data": base64, "format": …}}, {"type": "audio_url", "audio_url":
-    {"url": …}}, or {"type": "audio", "audio": …} with samples, a pair of samples and rate, or a file's bytes. The
-    content tells the format.
+    {"url": …}}, or {"type": "audio", "audio": …} with samples, a pair of samples and rate, or a file's bytes. `format`
+    has no effect.
     """
     kind = part["type"]
     given = part.get("audio")

@@ -47,7 +47,7 @@ class SoundSpec:
         return self.out_width
 
     def states(self, size: int) -> int:
-        """Return the states of a program: those of its tokens, and one token more for a rest that has none."""
+        """Return the states of a program: those of its tokens, and of one more, which may be incomplete."""
         return min(self.joined * (size + 1), self.num_states)
 
     def sizes(self, most: int) -> tuple[int, ...]:

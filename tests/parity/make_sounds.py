@@ -1,4 +1,4 @@
-"""Write tests/golden_sounds.json: what transformers computes for the random models of tests/support/sound_models.py.
+"""Write tests/golden_sounds.json: outputs of transformers for the models of tests/support/sound_models.py.
 
 python -m tests.parity.make_sounds
 """
