@@ -17,7 +17,7 @@ NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
 REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
-IMAGES = "a model with images"
+IMAGES = "a model with images or sound"
 ANY_SIZE = "a model with images of any size"
 WHOLE_IMAGES = "a model with attention in both directions within images"
 SEQ2SEQ = "an encoder-decoder model"
@@ -69,10 +69,10 @@ REFUSED = (
     Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
     Refused("enable_lora", IMAGES, "their adapters have other names of modules"),
-    Refused("speculative_config", IMAGES, "draft models read tokens, not images"),
+    Refused("speculative_config", IMAGES, "draft models read tokens, not images or sound"),
     Refused("enable_sleep_mode", IMAGES, "the tower's weights stay on the device"),
-    Refused("kv_transfer_config", IMAGES, "blocks are found by tokens, not by images"),
-    Refused("num_hosts", IMAGES, "followers get no images"),
+    Refused("kv_transfer_config", IMAGES, "blocks are found by tokens, not by images or sound"),
+    Refused("num_hosts", IMAGES, "followers get no images or sound"),
     Refused("beam_width", "multi_modal_data", "beams share the blocks of a prompt of tokens"),
     Refused("enable_lora", SEQ2SEQ, "their adapters have other names of modules"),
     Refused("pipeline_parallel_size", SEQ2SEQ, "its layers read the encoder's output"),
@@ -87,7 +87,7 @@ REFUSED = (
     Refused("data_parallel_size", SEQ2SEQ, "prompts are sent to replicas for one model, not for two"),
     Refused("num_hosts", SEQ2SEQ, "followers get no encoder prompts"),
     Refused("truncate_prompt_tokens", SEQ2SEQ, "a request has two prompts; shorten them"),
-    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image could be cut off"),
+    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image or sound could be cut off"),
     Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),

@@ -26,7 +26,8 @@ Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-MOST_IMAGES = 16  # of a request
+MEDIA = "image", "audio"
+MOST_MEDIA = 16  # of each kind
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -122,13 +123,15 @@ class EngineConfig:
         None, "maximum adapters in the host's memory while no request uses them (default: --max-loras)"
     )
     limit_mm_per_prompt: Mapping[str, int] | None = setting(
-        None, "maximum images of a request, as '{\"image\": 4}' (default: 16)", "JSON"
+        None, "maximum images, or sounds, of a request, as '{\"image\": 4}' or '{\"audio\": 4}' (default: 16)", "JSON"
     )
     mm_processor_kwargs: Mapping[str, Any] | None = setting(
         None, "replacements of settings in preprocessor_config.json, as '{\"max_pixels\": 1003520}'", "JSON"
     )
     allowed_media_domains: Sequence[str] = setting(
-        (), "host from which images of messages are fetched; may be repeated (default: data: URLs only)", "HOST"
+        (),
+        "host from which images and sounds of messages are fetched; may be repeated (default: data: URLs only)",
+        "HOST",
     )
     allowed_local_media_path: str | None = setting(
         None, "folder of files that messages may name as file: URLs (default: none)", "PATH"
@@ -263,9 +266,9 @@ class EngineConfig:
             )
         return transfer
 
-    @property
-    def most_images(self) -> int:
-        return (self.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
+    def most_media(self, kind: str) -> int:
+        """Return the most images or sounds of a request; `kind` is of `MEDIA`."""
+        return (self.limit_mm_per_prompt or {}).get(kind, MOST_MEDIA)
 
     def cache_dir(self) -> Path:
         """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""
@@ -286,11 +289,15 @@ class EngineConfig:
 
 
 def _check_media_limits(given: Any) -> None:
-    if not isinstance(given, Mapping) or given.keys() - {"image"}:
-        raise UserError(f"limit_mm_per_prompt must be {{'image': a number}}, got {given!r:.80}.", "limit_mm_per_prompt")
-    most = given.get("image", MOST_IMAGES)
-    if type(most) is not int or not 0 <= most <= 999:
-        raise UserError(f"limit_mm_per_prompt: image must be from 0 to 999, got {most!r:.80}.", "limit_mm_per_prompt")
+    if not isinstance(given, Mapping) or given.keys() - {*MEDIA}:
+        raise UserError(
+            f"limit_mm_per_prompt must be {{'image' or 'audio': a number}}, got {given!r:.80}.", "limit_mm_per_prompt"
+        )
+    for kind, most in given.items():
+        if type(most) is not int or not 0 <= most <= 999:
+            raise UserError(
+                f"limit_mm_per_prompt: {kind} must be from 0 to 999, got {most!r:.80}.", "limit_mm_per_prompt"
+            )
 
 
 def _check_pooler_config(given: Mapping[str, Any]) -> None:

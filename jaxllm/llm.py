@@ -50,7 +50,7 @@ _MISSING = {  # attributes of vLLM's `LLM`
     **dict.fromkeys(("enqueue", "wait_for_completion"), _NO_QUEUE),
     "get_metrics": "`llm.engine.metrics` counts",
     "llm_engine": "it is `llm.engine`",
-    "reset_mm_cache": "`llm.reset_prefix_cache()` also forgets encoded images",
+    "reset_mm_cache": "`llm.reset_prefix_cache()` also forgets encoded images and sounds",
     "set_tokenizer": "give tokenizer=… to LLM",
 }
 
@@ -160,10 +160,11 @@ class LLM(OfflineWeightCalls):
     def chat_prompt(
         self, messages: Sequence[Message], *, lora_request: LoRARequest | None = None, **template_args: Any
     ) -> dict[str, Any]:
-        """Render a conversation as a prompt with token ids and images; arguments as in `Tokenizer.encode_chat`."""
+        """Render a conversation as a prompt with token ids and media; arguments as in `Tokenizer.encode_chat`."""
         model, config = self.engine.model_of(lora_request), self.engine.config
         sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
-        messages, images = take_images(messages, model.processor, sources, config.most_images)
+        most = 0 if model.processor is None else config.most_media(model.processor.kind)
+        messages, images = take_images(messages, model.processor, sources, most)
         marks = {"image_marks": model.image_marks} if images else {}
         text, ids = model.tokenizer.encode_chat(messages, **marks, **template_args)
         return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)

@@ -33,6 +33,7 @@ class Metrics:
     accepted_tokens: list[int] = field(default_factory=list)  # by position
     adapter_loads: int = 0
     images_encoded: int = 0
+    sounds_encoded: int = 0  # or pieces of sounds
     sources_encoded: int = 0
     offloaded_blocks: int = 0  # KV blocks copied to the host's tier
     offload_failures: int = 0

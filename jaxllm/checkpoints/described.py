@@ -54,7 +54,9 @@ def describe(
     head = read_pooler(folder, config, spec, family, runner, pooler_config)
     images = read_images(config, spec, family)
     if images is None and mm_processor_kwargs:
-        raise UserError("mm_processor_kwargs is for models that read images; leave it out.", "mm_processor_kwargs")
+        raise UserError(
+            "mm_processor_kwargs is for models that read images or sound; leave it out.", "mm_processor_kwargs"
+        )
     processor = None if images is None else _processor(folder, images, mm_processor_kwargs or {})
     encoder = read_encoder(config, family)
     if encoder is not None:
@@ -74,7 +76,7 @@ def _check_logit_bias(folder: Path, family: Family) -> None:
 def _processor(folder: Path, images: Images, replaced: Mapping[str, Any]) -> Processor:
     settings = read_object(folder, "preprocessor_config.json")
     if settings is None:  # of transformers 5
-        settings = (read_object(folder, "processor_config.json") or {}).get("image_processor")
+        settings = (read_object(folder, "processor_config.json") or {}).get(images.section)
     if not isinstance(settings, Mapping):
-        raise UserError(f"{folder} has no preprocessor_config.json, which says how images are read.", "model")
+        raise UserError(f"{folder} has no preprocessor_config.json, which describes the preprocessing.", "model")
     return images.processor({**settings, **replaced})

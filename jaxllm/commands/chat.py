@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024
+_MEDIA = "image", "audio"
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
@@ -35,6 +36,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--image", action="append", default=[], metavar="FILE", help="an image for the first message; may be repeated"
     )
+    parser.add_argument(
+        "--audio", action="append", default=[], metavar="FILE", help="a sound for the first message; may be repeated"
+    )
     add_model(parser)
     add_verbose(parser)
     add_request_flags(parser, CHAT_TOKENS, skipped=_NO_FLAGS)
@@ -46,15 +50,19 @@ def run(options: dict[str, Any]) -> int:
     engine_config(options)
     from_flags = params_of(options, CHAT_TOKENS)
     system = [{"role": "system", "content": options["system"]}] if options["system"] else []
-    images = [_image(Path(path)) for path in options["image"]]
+    media = [_part(kind, Path(path)) for kind in _MEDIA for path in options[kind]]
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
     with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
-        if images and llm.engine.model.processor is None:
-            raise UserError(f"{options['model'] or 'The model'} reads no images; leave --image out.", "image")
+        processor = llm.engine.model.processor
+        read = None if processor is None else processor.kind
+        unread = next((kind for kind in _MEDIA if options[kind] and kind != read), None)
+        if unread is not None:
+            noun = {"image": "images", "audio": "sound"}[unread]
+            raise UserError(f"{options['model'] or 'The model'} reads no {noun}; leave --{unread} out.", unread)
         history: list[dict[str, Any]] = list(system)
         if is_terminal:
             print("/help lists the commands, ^D ends.", file=sys.stderr)
@@ -70,7 +78,7 @@ def run(options: dict[str, Any]) -> int:
             elif command.startswith("/"):
                 print(f"Unknown command {command}; /help lists the commands.", file=sys.stderr)
             elif command:
-                content = [*images, {"type": "text", "text": line}] if len(history) == len(system) and images else line
+                content = [*media, {"type": "text", "text": line}] if len(history) == len(system) and media else line
                 history = _turn(llm, history, content, params, further)
     return 0
 
@@ -82,15 +90,19 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
         raise UserError(str(error).replace("use generate()", "use `jaxllm generate`"), error.parameter) from error
 
 
-def _image(path: Path) -> dict[str, Any]:
-    from jaxllm.media.images import MOST_BYTES, decode
+def _part(kind: str, path: Path) -> dict[str, Any]:
+    """Return a message's part for a file; `kind` is "image" or "audio"."""
+    from jaxllm.media import images, sound_files
 
+    most = images.MOST_BYTES if kind == "image" else sound_files.MOST_BYTES
     try:
         with path.expanduser().open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data: Any = file.read(most + 1)
     except OSError as error:
-        raise UserError(f"--image: {path} cannot be read: {error.strerror}.", "image") from None
-    return {"type": "image", "image": decode(data, f"--image: {path}", "image")}
+        raise UserError(f"--{kind}: {path} cannot be read: {error.strerror}.", kind) from None
+    if kind == "image":
+        data = images.decode(data, f"--{kind}: {path}", kind)
+    return {"type": kind, kind: data}
 
 
 def _enable_line_editing() -> None:
@@ -143,7 +155,7 @@ def _turn(
 def _fit(
     llm: LLM, messages: list[dict[str, Any]], max_tokens: int | None, further: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Drop the oldest turns, without their images, until an answer fits; return the conversation and its prompt.
+    """Drop the oldest turns, without their images and sounds, until an answer fits; return messages and prompt.
 
     Reserves `max_tokens`, at most a quarter of the context: a truncated answer is better than a forgotten turn. Raises
     `UserError` if the last message does not fit.
@@ -159,13 +171,13 @@ def _fit(
         if len(messages) == first + 1:
             raise UserError(f"The message has {num_tokens} tokens with its template; the context has {limit}.")
         dropped, rest = messages[first], messages[first + 2 :]
-        messages = messages[:first] + _with_images_of(dropped, rest)
+        messages = messages[:first] + _with_media_of(dropped, rest)
 
 
-def _with_images_of(dropped: dict[str, Any], rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move the images of a dropped message to the next one of the user."""
+def _with_media_of(dropped: dict[str, Any], rest: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move the images and sounds of a dropped message to the next one of the user."""
     if isinstance(dropped["content"], str):
         return rest
-    images = [part for part in dropped["content"] if part["type"] == "image"]
-    following = {"role": "user", "content": [*images, {"type": "text", "text": rest[0]["content"]}]}
+    media = [part for part in dropped["content"] if part["type"] in _MEDIA]
+    following = {"role": "user", "content": [*media, {"type": "text", "text": rest[0]["content"]}]}
     return [following, *rest[1:]]

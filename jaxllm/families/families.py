@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxllm.errors import UserError
+from jaxllm.families.audio_families import WITH_SOUND
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.dense_families import DENSE
 from jaxllm.families.encoder_families import ENCODERS
@@ -22,7 +23,7 @@ from jaxllm.families.stored_formats import read_stored
 from jaxllm.families.vision_families import WITH_IMAGES
 from jaxllm.model.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, GEMMA, *OF_ANY_SIZE, *SEQ2SEQ)
+FAMILIES: tuple[Family, ...] = (*DENSE, *ROUTED, *ENCODERS, *WITH_IMAGES, GEMMA, *OF_ANY_SIZE, *WITH_SOUND, *SEQ2SEQ)
 
 # Keys without effect on the forward pass, or read elsewhere (token ids).
 WITHOUT_EFFECT = frozenset(
@@ -84,7 +85,7 @@ def read_spec(config: Mapping[str, Any], max_model_len: int | None = None) -> tu
         raise UserError(f"config.json: architecture {said} is not supported; supported: {', '.join(known)}.", said)
     stored = read_stored(config)
     if stored is not None and (family.images is not None or family.encoder is not None):
-        kind = "models with images" if family.encoder is None else "encoder-decoder models"
+        kind = "models with images or sound" if family.encoder is None else "encoder-decoder models"
         raise UserError(
             f"config.json: quantization_config ({stored.method}) is not supported for {kind}; use an unquantized "
             "checkpoint.",

@@ -51,13 +51,14 @@ LLAMA_TENSORS = named(
 
 
 class Images(NamedTuple):
-    """How a model reads images."""
+    """How a model reads images or sounds."""
 
     spec: Tower
     placeholder: int  # token id
     tensors: Family  # names of the tower's tensors
     processor: Callable[[Mapping[str, Any]], Processor]
     is_bidirectional: bool = False  # the tokens of an image attend to each other
+    section: str = "image_processor"  # of processor_config.json
 
 
 class Encoder(NamedTuple):
@@ -77,8 +78,8 @@ class Family:
     all of them. Unread tensors end with `ignored`, begin with `heads` or, with `has_layers_behind`, are in layers after
     the last. `head` is that of classifiers, None for those of decoders; `stored` is config.json's quantization.
 
-    With images `text_of` returns the fields of the decoder and their reader, and `images` reads the tower for the
-    decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their replacements.
+    With images or sound `text_of` returns the fields of the decoder and their reader, and `images` reads the tower for
+    the decoder's width and vocabulary. `renamed` are prefixes of tensor names, and their replacements.
     """
 
     architectures: tuple[str, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import UserError
@@ -58,18 +59,20 @@ TOWER_WITHOUT_EFFECT = frozenset(
 )
 
 
-def text_of(fields: Fields) -> tuple[Fields, Callable[[Fields], Spec]]:
-    """Return the fields of a model's decoder, and their reader."""
+def text_of(
+    fields: Fields, kind: str = "llama", further: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Fields, Callable[[Fields], Spec]]:
+    """Return the fields of a model's decoder, and their reader; `kind` and `further` are defaults."""
     given = fields.raw("text_config")
     if not isinstance(given, Mapping):
         raise UserError(f"config.json: text_config must be an object, got {given!r:.80}.", "text_config")
-    kind = given.get("model_type", "llama")
+    kind = given.get("model_type", kind)
     if kind not in _TEXTS:
         known = ", ".join(_TEXTS)
         raise UserError(f"config.json: text_config of type {kind!r:.80} is not supported, only {known}.", "text_config")
     architecture, defaults = _TEXTS[kind]
     tied = fields.take("tie_word_embeddings", bool, False) or bool(given.get("tie_word_embeddings", False))
-    values = defaults | {key: value for key, value in given.items() if value is not None}
+    values = {**defaults, **further, **{key: value for key, value in given.items() if value is not None}}
     read = next(family.read for family in DENSE if architecture in family.architectures)
     assert read is not None
     values |= {"tie_word_embeddings": tied}

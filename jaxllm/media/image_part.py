@@ -1,4 +1,4 @@
-"""Images in the messages of chats. Standard library only."""
+"""Images and sounds in the messages of chats. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class ImagePart(dict[str, str]):
-    """An image in messages: {"type": "image"}. No JSON makes one."""
+    """An image or sound in messages: {"type": "image"} or {"type": "audio"}. No JSON makes one."""
 
-    def __init__(self) -> None:
-        super().__init__(type="image")
+    def __init__(self, kind: str = "image") -> None:
+        super().__init__(type=kind)
 
 
 class NamedPart(dict[str, Any]):

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.media.images import MOST_RATIO
-from jaxllm.media.processor import CLIP_VALUES, UNREAD, Processor, Settings
+from jaxllm.media.processor import CLIP_VALUES, UNREAD, PictureProcessor, Settings
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +25,7 @@ _UNREAD = UNREAD | {"temporal_patch_size"}  # an image is one frame, repeated
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchProcessor(Processor):
+class PatchProcessor(PictureProcessor):
     """Images of any size, cut into patches; a token is a square of merge × merge patches."""
 
     patch: int  # pixels of a patch's side

@@ -20,7 +20,9 @@ def marked(text: str, marks: tuple[str, str, str] | None) -> str:
     return first + "".join((before if rest.startswith(placeholder) else whole) + rest for rest in others)
 
 
-def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+def expanded(
+    ids: Sequence[int], placeholder: int, lengths: Sequence[int], kind: str = "image"
+) -> tuple[list[int], list[int]]:
     """Return token ids with a placeholder for each embedding, and each image's first position.
 
     `ids` have one placeholder for each image, or already one for each embedding. Raises UserError for other numbers.
@@ -29,8 +31,8 @@ def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tu
     total = sum(lengths)
     if count not in (len(lengths), total):
         raise UserError(
-            f"The prompt has {count} image placeholders (token {placeholder}) for {len(lengths)} images; write one for "
-            f"each image, or one for each of their {total} embeddings.",
+            f"The prompt has {count} {kind} placeholders (token {placeholder}) for {len(lengths)} {kind}s; write one "
+            f"for each {kind}, or one for each of their {total} embeddings.",
             "multi_modal_data",
         )
     repeats = list(lengths) if count == len(lengths) else [1] * total
@@ -48,5 +50,5 @@ def expanded(ids: Sequence[int], placeholder: int, lengths: Sequence[int]) -> tu
     firsts = [starts[sum(lengths[:index])] for index in range(len(lengths))]
     for first, length in zip(firsts, lengths, strict=True):
         if any(token != placeholder for token in found[first : first + length]):
-            raise UserError("The placeholders of an image must follow each other.", "multi_modal_data")
+            raise UserError(f"The placeholders of a {kind} must follow each other.", "multi_modal_data")
     return found, firsts

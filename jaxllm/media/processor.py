@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -39,24 +40,31 @@ UNREAD = frozenset(
 
 
 class Prepared(NamedTuple):
-    """A preprocessed image."""
+    """A preprocessed image or sound."""
 
     digest: bytes  # of all that its embeddings depend on
     num_tokens: int
-    pixels: np.ndarray  # float32[3, H, W], or float32[patches, 3 · pixels of a patch]
+    # float32[3, H, W], or float32[patches, 3 · pixels of a patch]; of sound see sounds.py
+    pixels: np.ndarray
     grid: tuple[int, int] | None = None  # rows and columns of tokens, if these have positions in two dimensions
+
+
+class Measured(NamedTuple):
+    """A checked image or sound, not yet preprocessed."""
+
+    num_tokens: int
+    grid: tuple[int, int] | None
+    read: Callable[[], np.ndarray]  # makes `Prepared.pixels`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processor(ABC):
     """A model's preprocessing."""
 
+    kind: ClassVar[str] = "image"  # key of multi_modal_data
+    noun: ClassVar[str] = "image"  # in errors
     placeholder: int  # token id
     video: int | None = None  # of videos, which are not supported
-    resample: int  # number of Pillow's filter
-    scale: float | None
-    mean: tuple[float, ...] | None
-    deviation: tuple[float, ...] | None
     # Token ids before and after an image; prompts of texts have the first for an image. Not a part of digests.
     marks: tuple[int, int] | None = field(default=None, repr=False)
     context: int | None = field(default=None, repr=False)  # most tokens of a request; not a part of digests
@@ -64,7 +72,7 @@ class Processor(ABC):
     @property
     @abstractmethod
     def most_tokens(self) -> int:
-        """Return the most tokens of an image."""
+        """Return the most tokens of an image, or of a piece of a sound."""
 
     def prepare(
         self,
@@ -83,20 +91,45 @@ class Processor(ABC):
             if isinstance(image, Prepared):
                 found.append(image)
                 continue
-            rgb = as_rgb(image, name, parameter)
-            num_tokens, grid = self.layout(rgb.size, name, parameter)
+            num_tokens, grid, read = self.measure(image, name, parameter)
             total += num_tokens
             if self.context is not None and total > self.context:
                 raise UserError(
-                    f"{name}: images have {total} tokens, and the model's context has {self.context}; send fewer or "
-                    "smaller ones.",
+                    f"{name}: {self.noun}s have {total} tokens, and the model's context has {self.context}; send fewer "
+                    "or smaller ones.",
                     parameter,
                 )
-            pixels = self.pixels(rgb)
+            pixels = read()
             digest = sha256(repr((self, pixels.shape, grid)).encode())
             digest.update(pixels.tobytes())
             found.append(Prepared(digest.digest(), num_tokens, pixels, grid))
         return found
+
+    @abstractmethod
+    def measure(self, image: Any, name: str, parameter: str) -> Measured:
+        """Check an image; raise UserError, naming `name`, for another value or too many tokens."""
+
+    def listed(self, given: Any) -> list[Any]:
+        """Return the images of a list or tuple, or the only one."""
+        return list(given) if isinstance(given, list | tuple) and not isinstance(given, Prepared) else [given]
+
+    def pieces(self, image: Prepared) -> Iterator[tuple[int, Prepared]]:
+        """Yield the pieces of an image that are encoded separately, with their first tokens."""
+        yield 0, image
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureProcessor(Processor):
+    """Preprocessing of images."""
+
+    resample: int  # number of Pillow's filter
+    scale: float | None
+    mean: tuple[float, ...] | None
+    deviation: tuple[float, ...] | None
+
+    def measure(self, image: Any, name: str, parameter: str) -> Measured:
+        rgb = as_rgb(image, name, parameter)
+        return Measured(*self.layout(rgb.size, name, parameter), partial(self.pixels, rgb))
 
     @abstractmethod
     def layout(self, size: tuple[int, int], name: str, parameter: str) -> tuple[int, tuple[int, int] | None]:
@@ -122,7 +155,7 @@ class Processor(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageProcessor(Processor):
+class ImageProcessor(PictureProcessor):
     """Images of one size, resized to `size`, height and width, or `shortest`, the shortest edge."""
 
     num_tokens: int
@@ -267,7 +300,7 @@ class Settings:
         raise self.error(key, value, f"height and width, or a shortest_edge, from 1 to {LARGEST}")
 
     def values(self, mean: Sequence[float], deviation: Sequence[float], resample: int = _BICUBIC) -> dict[str, Any]:
-        """Return the fields of `Processor` for pixels; the arguments are defaults."""
+        """Return the fields of `PictureProcessor`; the arguments are defaults."""
         rescales, normalizes = self.switch("do_rescale", True), self.switch("do_normalize", True)
         factor, resample = self.number("rescale_factor", 1 / 255), self.take("resample", resample)
         if resample not in range(6):

@@ -47,7 +47,7 @@ class LogMel:
             if given.bands.shape != (self.num_mels, self.num_frames) or given.bands.dtype != np.float32:
                 raise UserError(f"A spectrogram must be float32[{self.num_mels}, {self.num_frames}].", PARAMETER)
             return given.bands
-        samples, rate = _samples_of(given)
+        samples, rate = samples_of(given)
         longest = self.num_samples
         if len(samples) * RATE > longest * rate:
             raise UserError(
@@ -99,7 +99,8 @@ class Recording:
         return Spectrogram(np.ascontiguousarray(np.pad(piece, ((0, 0), (0, missing))) if missing else piece))
 
 
-def _samples_of(given: Any) -> tuple[np.ndarray, int]:
+def samples_of(given: Any) -> tuple[np.ndarray, int]:
+    """Return float32 samples and their rate: of an array at 16 kHz, or a pair of array and rate; raise UserError."""
     rate: Any = RATE
     if isinstance(given, tuple) and len(given) == 2:
         given, rate = given

@@ -12,6 +12,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.media.sound import MOST_RATE, RATE, UNREADABLE, ratio_of, wav_blocks
 
+MOST_BYTES = 25 << 20  # of a file in a message
 MOST_CHANNELS = 32
 FRAMES = 1 << 18  # decoded at once
 _WITHOUT_LIBRARY = (

@@ -1,4 +1,4 @@
-"""Read images that messages refer to: data URLs, and, where the operator allows it, URLs of domains and local files.
+"""Read images and sounds of messages: data URLs, and, where the operator allows it, URLs of domains and local files.
 
 Thread-safe; reading may take seconds.
 """
@@ -12,11 +12,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from jaxllm.errors import UserError
 from jaxllm.media.images import MOST_BYTES, decode
+from jaxllm.media.sound_files import MOST_BYTES as MOST_SOUND_BYTES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,8 +27,22 @@ PIECE = 1 << 16  # bytes
 MOST_HEAD = 256  # characters of a data: URL before its content
 
 
+class Format(NamedTuple):
+    """A kind of files."""
+
+    nouns: str
+    one: str
+    head: str  # of a data: URL
+    known: str
+    most: int  # bytes
+
+
+IMAGES = Format("images", "an image", "image/", "PNG, JPEG, WebP, GIF or BMP", MOST_BYTES)
+SOUNDS = Format("sounds", "a sound", "audio/", "WAV, FLAC, OGG or MP3", MOST_SOUND_BYTES)
+
+
 class Sources:
-    """Reads images by URL."""
+    """Reads files by URL."""
 
     def __init__(self, domains: Sequence[str] = (), folder: str | None = None) -> None:
         """`domains`: hosts from which URLs are fetched; `folder`: of local files that may be read."""
@@ -36,23 +51,27 @@ class Sources:
 
     def read(self, url: Any, name: str) -> Image:
         """Return the image of a URL; raise UserError, naming `name`, if it is refused or invalid."""
+        return decode(self.read_file(url, name, IMAGES), name)
+
+    def read_file(self, url: Any, name: str, kind: Format) -> bytes:
+        """Return the file of a URL, at most a byte more than allowed; raise UserError if it is refused."""
         if not isinstance(url, str):
             raise UserError(f"{name} must be a text, not {type(url).__name__}.", "messages")
         if url[:5].lower() == "data:":
-            return decode(_from_data(url, name), name)
+            return _from_data(url, name, kind)
         parts = _split(url, name)
         if parts.scheme == "file":
-            return decode(self._from_file(unquote(parts.path), name), name)
+            return self._from_file(unquote(parts.path), name, kind.most)
         if parts.scheme in ("http", "https") and (parts.hostname or "").lower() in self._domains:
-            return decode(self._fetched(url, name), name)
+            return self._fetched(url, name, kind.most)
         shown = parts.hostname if parts.scheme in ("http", "https") else parts.scheme
         raise UserError(
-            f"{name}: {shown or 'a URL without a scheme'!r:.80} is not an allowed source of images; send a data: URL, "
-            "or start with allowed_media_domains or allowed_local_media_path.",
+            f"{name}: {shown or 'a URL without a scheme'!r:.80} is not an allowed source of {kind.nouns}; send a data: "
+            "URL, or start with allowed_media_domains or allowed_local_media_path.",
             "messages",
         )
 
-    def _from_file(self, path: str, name: str) -> bytes:
+    def _from_file(self, path: str, name: str, most: int) -> bytes:
         refused = UserError(f"{name} is not a file that may be read (allowed_local_media_path).", "messages")
         if self._folder is None or "\0" in path:
             raise refused
@@ -61,17 +80,17 @@ class Sources:
             if not real.is_relative_to(self._folder) or not real.is_file():
                 raise refused
             with real.open("rb") as file:
-                return file.read(MOST_BYTES + 1)
+                return file.read(most + 1)
         except (OSError, RuntimeError):
             raise refused from None
 
-    def _fetched(self, url: str, name: str) -> bytes:
+    def _fetched(self, url: str, name: str, most: int) -> bytes:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(self._domains))
         try:
             end = time.monotonic() + FETCH_SECONDS
             with opener.open(url, timeout=FETCH_SECONDS) as answer:
                 pieces, size = [], 0
-                while size <= MOST_BYTES and (piece := answer.read1(PIECE)):
+                while size <= most and (piece := answer.read1(PIECE)):
                     if time.monotonic() > end:
                         raise TimeoutError(f"it takes more than {FETCH_SECONDS:g} s")
                     pieces.append(piece)
@@ -106,14 +125,18 @@ def _split(url: str, name: str) -> Any:
         raise UserError(f"{name} is not a URL.", "messages") from None
 
 
-def _from_data(url: str, name: str) -> bytes:
+def _from_data(url: str, name: str, kind: Format) -> bytes:
     begin = url.find(",", 0, MOST_HEAD) + 1
     head = url[len("data:") : max(begin - 1, 0)].lower()
-    if not begin or not head.startswith("image/") or not head.endswith(";base64"):
-        raise UserError(f"{name} must be data:image/…;base64,… of a PNG, JPEG, WebP, GIF or BMP.", "messages")
-    if (len(url) - begin) * 3 // 4 > MOST_BYTES + 2:
-        raise UserError(f"{name} is too large: an image may have {MOST_BYTES} bytes. Send a smaller one.", "messages")
+    if not begin or not head.startswith(kind.head) or not head.endswith(";base64"):
+        raise UserError(f"{name} must be data:{kind.head}…;base64,… of a {kind.known}.", "messages")
+    return from_base64(url[begin:], name, kind)
+
+
+def from_base64(text: str, name: str, kind: Format) -> bytes:
+    if len(text) * 3 // 4 > kind.most + 2:
+        raise UserError(f"{name} is too large: {kind.one} may have {kind.most} bytes. Send a smaller one.", "messages")
     try:
-        return base64.b64decode(url[begin:], validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise UserError(f"{name} has invalid base64.", "messages") from None

@@ -28,11 +28,13 @@ def declare(width: int, num_mels: int) -> dict[str, Weight]:
 
 
 def embed(top: dict[str, Any], bands: Float[Array, "M F"]) -> Float[Array, "T D"]:
-    """Return the states of every second frame, with positions."""
+    """Return the states of every second frame, with positions; the last of an odd number of frames has no state."""
     with named_scope("spectrogram"):
-        dtype = top["positions"].dtype
+        positions, end = top["positions"], 1 - bands.shape[1] % 2
+        dtype = positions.dtype
         x = bands.astype(dtype)
-        for name, stride in (("convolution_1", 1), ("convolution_2", 2)):
-            x = lax.conv_general_dilated(x[None], top[name], (stride,), [(1, 1)], preferred_element_type=jnp.float32)[0]
+        for name, stride, after in (("convolution_1", 1, end), ("convolution_2", 2, 1)):
+            pads = [(1, after)]
+            x = lax.conv_general_dilated(x[None], top[name], (stride,), pads, preferred_element_type=jnp.float32)[0]
             x = activate(x + top[f"{name}_bias"].astype(jnp.float32)[:, None], "gelu").astype(dtype)
-        return x.T + top["positions"]
+        return x.T + (positions if x.shape[1] == len(positions) else positions[: x.shape[1]])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,17 @@ from pallas_kernels.activations import activate
 
 MOST_SCORES = 1 << 26  # of attention at once, in numbers: 256 MB
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu", "relu"]
+
+
+class LayerSpec(Protocol):
+    """The settings of a tower's layers."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def activation(self) -> Activation: ...
 
 
 @dataclass(frozen=True)
@@ -152,13 +163,18 @@ def tower(spec: VisionSpec, params: Params[Array], pixels: Float[Array, "3 S S"]
 
 
 @partial(jax.jit, static_argnames=("spec",))
-def tower_layer(spec: VisionSpec, weights: dict[str, Array], x: Array) -> Array:
-    """Compute a layer; queries attend in parts if all scores would exceed MOST_SCORES."""
+def tower_layer(spec: LayerSpec, weights: dict[str, Array], x: Array, count: Array | None = None) -> Array:
+    """Compute a layer; keys from `count` on are not attended.
+
+    Queries attend in parts if all scores would exceed MOST_SCORES.
+    """
     normed = _normed(spec, weights, "attn_norm", x)
     q, k, v = (linear(weights, name, normed).reshape(len(x), spec.num_heads, -1) for name in ("q", "k", "v"))
 
     def attend(q: Array) -> Array:
         scores = jnp.einsum("qhc,khc->hqk", q, k, preferred_element_type=jnp.float32)
+        if count is not None:
+            scores = jnp.where(jnp.arange(len(x)) < count, scores, -jnp.inf)
         shares = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(x.dtype)
         return jnp.einsum("hqk,khc->qhc", shares, v, preferred_element_type=jnp.float32).astype(x.dtype)
 
@@ -174,7 +190,7 @@ def linear(weights: dict[str, Any], name: str, x: Array) -> Array:
     return layers.linear(x, weights[name], weights.get(f"{name}_bias")).astype(x.dtype)
 
 
-def _normed(spec: VisionSpec, weights: dict[str, Any], name: str, x: Array) -> Array:
+def _normed(spec: LayerSpec, weights: dict[str, Any], name: str, x: Array) -> Array:
     return layers.norm(x, weights[name], weights[f"{name}_bias"], "layer", spec.norm_eps)
 
 

@@ -1,4 +1,4 @@
-"""The vision tower on the devices: a program encodes one image, before the step that reads its embeddings."""
+"""The tower on the devices: a program encodes one image or sound, before the step that reads its embeddings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from jaxllm.runner.device_state import leaf_index
 from jaxllm.runner.encoder_weights import EncoderWeights
 from jaxllm.runner.step_model import Leaves
 from jaxllm.setup.model_setup import MEDIA_UNIT, Setup, describe_tower
-
-NAME = "encode_image"
 
 
 class ImageEncoder(EncoderWeights):
@@ -49,7 +47,8 @@ class ImageEncoder(EncoderWeights):
         structure = jax.tree.structure(tree)
         self._at = leaf_index(state, "media")
         # Programs are kept by name and shapes, which do not determine a tower.
-        name = f"{NAME}_{sha256(repr(spec).encode()).hexdigest()[:8]}"
+        kind = f"encode_{self.processor.kind}"
+        name = f"{kind}_{sha256(repr(spec).encode()).hexdigest()[:8]}"
 
         def run(leaves: Leaves, rows: jax.Array, chosen: jax.Array, *arrays: jax.Array) -> jax.Array:
             embeddings = spec.encode(jax.tree.unflatten(structure, leaves), *arrays)
@@ -63,7 +62,7 @@ class ImageEncoder(EncoderWeights):
         def program(size: int) -> Any:
             arrays = [described(*each) for each in spec.inputs(size)]
             mapped = layout.shard_map(run, (whole,) * (3 + len(arrays)), whole)
-            mapped.__name__ = NAME if len(self._sizes) == 1 else f"{NAME}_{size}"
+            mapped.__name__ = kind if len(self._sizes) == 1 else f"{kind}_{size}"
             shapes = leaves, state.media, described((size,), jnp.int32), *arrays
             return make(f"{name}_{size}", mapped, (1,), *shapes)
 

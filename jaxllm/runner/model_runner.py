@@ -415,7 +415,10 @@ class Runner(Residence):
                 self._state = small.patch_extras(self._state, packed.extras)
             if packed.encodes and self.encoder is not None:
                 self._state = self.encoder.encode(self._state, packed.encodes)
-                self.metrics.images_encoded += len(packed.encodes)
+                if self.encoder.processor.kind == "audio":
+                    self.metrics.sounds_encoded += len(packed.encodes)
+                else:
+                    self.metrics.images_encoded += len(packed.encodes)
             if len(plan.moves):
                 if self._host is not None:
                     self._state = self._host.move(self._state, plan.moves, plan.number)

@@ -126,7 +126,8 @@ def _fitting_content(content: Any, shape: Shape, role: str, name: str) -> Any:
         if isinstance(part, ImagePart):
             if not shape.takes_parts(role):
                 message = (
-                    f"{name}.content[{at}] is an image, and the chat template takes texts only for the role {role}."
+                    f"{name}.content[{at}] is of type {part['type']}, and the chat template takes texts only for the "
+                    f"role {role}."
                 )
                 raise UserError(message, "messages")
             continue

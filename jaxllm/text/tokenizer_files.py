@@ -18,6 +18,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/*.jinja",
     "config.json",
     "sentence_bert_config.json",
@@ -223,6 +224,10 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     """Return chat templates by name: those in files, else those of tokenizer_config.json."""
     templates: dict[str, str] = {}
     single = read_template(folder, "chat_template.jinja")
+    if single is None:  # of processors of images and sound, before transformers 5
+        single = (read_object(folder, "chat_template.json", "tokenizer") or {}).get("chat_template")
+    if single is not None and not _is_text(single):
+        raise UserError("chat_template.json: chat_template must be a text.", "tokenizer")
     if single is not None:
         templates["default"] = single
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

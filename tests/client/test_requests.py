@@ -188,6 +188,8 @@ def test_a_conversation_is_sent_whole() -> None:
                     {"type": "image_url", "image_url": {"url": "file:///a.png"}},
                     {"type": "image_url", "image_url": "data:"},
                     {"type": "image", "image": b"\0\1"},
+                    {"type": "audio_url", "audio_url": {"url": "data:"}},
+                    {"type": "audio", "audio": b"\0\2"},
                 ],
             },
             {
@@ -219,6 +221,8 @@ def test_a_conversation_is_sent_whole() -> None:
                         {"image": {"url": "file:///a.png"}},
                         {"image": {"url": "data:"}},
                         {"image": {"data": "AAE="}},
+                        {"audio": {"url": "data:"}},
+                        {"audio": {"data": "AAI="}},
                     ],
                 },
                 {

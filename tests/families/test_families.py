@@ -148,7 +148,7 @@ def test_only_the_table_knows_family_names():
     rooms = [ROOT / "jaxllm" / room for room in ("model", "checkpoints", "families")]
     modules = {path.relative_to(ROOT / "jaxllm").as_posix() for room in rooms for path in room.glob("*.py")}
     names = ("families", "dense_families", "moe_families", "encoder_families", "vision_families", "qwen_vl_families")
-    names += ("gemma_vl_families", "seq2seq_families")
+    names += ("gemma_vl_families", "audio_families", "seq2seq_families")
     table = {f"families/{name}.py" for name in names}
     assert table < modules
     for module in modules - table:

@@ -21,6 +21,7 @@ from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import Processor, read_processor
 from jaxllm.media.sound import LogMel
 from jaxllm.media.sound_files import read_sound
+from jaxllm.media.sounds import SoundProcessor
 from jaxllm.media.sources import Sources
 from tests.support.vision_models import SIDE, processor_settings
 
@@ -72,7 +73,15 @@ def take_image(data: bytes) -> None:
 
 
 def take_sound(data: bytes) -> None:
-    """Read a file of sound, up to the spectrogram of an encoder."""
+    """Read a file of sound as a part of a message, and up to the spectrogram of an encoder."""
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+    processor = SoundProcessor(placeholder=9, num_mels=80, num_states=50, joined=2, reads_silence=False)
+    try:
+        _, (sound,) = take_images([{"role": "user", "content": [part]}], processor, Sources(), 1)
+    except UserError as error:
+        assert str(error).startswith("messages[0].content[0]"), error
+    else:
+        assert np.isfinite(sound.pixels).all() and 0 < sound.num_tokens <= processor.most_tokens
     bands = LogMel(80, 100).spectrogram(read_sound(data, most=1.0))
     assert bands.shape == (80, 100) and np.isfinite(bands).all()
 

@@ -35,7 +35,7 @@ def compile_towers(config: dict[str, Any], most_tokens: int) -> dict[int, aot.Pr
     dtype, layout, width = jnp.dtype(jnp.bfloat16), aot.layout(), images.spec.row_width
     setup: Any = SimpleNamespace(
         images=images,
-        processor=SimpleNamespace(most_tokens=most_tokens),
+        processor=SimpleNamespace(most_tokens=most_tokens, kind="image"),
         media_units=ROWS // MEDIA_UNIT,
         whole_image=0,
         max_num_batched_tokens=ROWS,

@@ -134,6 +134,12 @@ def test_template_is_chosen_by_file_then_config_and_by_name(tmp_path: Path) -> N
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages, tokenize=False) == "file"
     assert ours.apply_chat_template(messages, chat_template="rag") == "more"
     assert ours.apply_chat_template(messages, tools=[TOOL]) == "file"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert load_tokenizer(tmp_path).apply_chat_template(messages) == "processor"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(UserError, match="chat_template must be a text"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Images in prompts: preprocessed when a request is checked, encoded before the steps that read them.
+"""Images and sounds in prompts: preprocessed when a request is checked, encoded before the steps that read them.
 
 With rotary positions of three dimensions, those of tokens after images differ from places by `_shifts`.
 """
@@ -21,7 +21,8 @@ from jaxllm.errors import UserError
 from jaxllm.media.patches import PatchProcessor
 from jaxllm.media.placeholders import expanded, marked
 from jaxllm.media.positions import Grid, positions_of, shift_of
-from jaxllm.media.processor import ImageProcessor, Prepared
+from jaxllm.media.processor import ImageProcessor, Prepared, Processor
+from jaxllm.media.sounds import SoundProcessor
 from jaxllm.runner.batch import token_places
 from jaxllm.runner.step_input import StepInput
 from jaxllm.scheduler.media import Segment
@@ -46,21 +47,21 @@ class NoImages(Feature):
     def claim(self, accepted: Accepted) -> None:
         given = accepted.given
         if isinstance(given, Mapping) and given.get(KEY) is not None:
-            raise UserError(f"{self.core.config.model} reads no images; leave {KEY} out.", KEY)
+            raise UserError(f"{self.core.config.model} reads no images or sound; leave {KEY} out.", KEY)
 
 
 class Images(Feature):
     """Gives the decoder images' embeddings in place of placeholders."""
 
     name = "media"
-    sends = (ImageProcessor, PatchProcessor)
+    sends = (ImageProcessor, PatchProcessor, SoundProcessor)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         encoder = core.runner.encoder
         assert encoder is not None
         self._encoder = encoder
-        self._most = core.config.most_images
+        self._most = core.config.most_media(encoder.processor.kind)
         self._has_images = np.zeros(core.runner.limits.num_slots, np.bool_)  # by slot
         self._has_grids = np.zeros_like(self._has_images)
         self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
@@ -70,7 +71,8 @@ class Images(Feature):
         if not isinstance(given, Mapping) or KEY not in given:
             return
         rest = {name: value for name, value in given.items() if name != KEY}
-        images = _images_of(given[KEY])
+        model, processor = accepted.language.model, self._encoder.processor
+        images = _images_of(given[KEY], processor)
         accepted.given = rest
         if not images:
             return
@@ -79,8 +81,8 @@ class Images(Feature):
         if accepted.params.truncate_prompt_tokens is not None:
             raise combinations.refusal("truncate_prompt_tokens", KEY)
         if len(images) > self._most:
-            raise UserError(f"A request may have {self._most} images (limit_mm_per_prompt), not {len(images)}.", KEY)
-        model, processor = accepted.language.model, self._encoder.processor
+            most = f"{self._most} {processor.noun}s"
+            raise UserError(f"A request may have {most} (limit_mm_per_prompt), not {len(images)}.", KEY)
         text, ids, _ = parts_of(rest)
         if ids is None:
             assert text is not None
@@ -88,12 +90,16 @@ class Images(Feature):
             ids = model.tokenizer.encode(marked(text, model.image_marks))
         ids = checked_ids(ids, model.vocab_size) if len(ids) else []
         prepared = processor.prepare(images)
-        found, starts = expanded(ids, processor.placeholder, [each.num_tokens for each in prepared])
+        found, starts = expanded(ids, processor.placeholder, [each.num_tokens for each in prepared], processor.noun)
         accepted.given = rest | {"prompt_token_ids": found}
-        placed = list(zip(starts, prepared, strict=True))
+        placed = [
+            (start + first, piece)
+            for start, each in zip(starts, prepared, strict=True)
+            for first, piece in processor.pieces(each)
+        ]
         accepted.states[self.name] = RequestImages(
             tuple(Segment(start, each.num_tokens, each.digest) for start, each in placed),
-            tuple(prepared),
+            tuple(piece for _, piece in placed),
             tuple(Grid(start, *each.grid) for start, each in placed if each.grid is not None),
         )
 
@@ -106,11 +112,11 @@ class Images(Feature):
                 "images.",
                 KEY,
             )
-        if self.name not in accepted.states and self._encoder.processor.placeholder in accepted.prompt_token_ids:
+        processor = self._encoder.processor
+        if self.name not in accepted.states and processor.placeholder in accepted.prompt_token_ids:
+            noun = processor.noun
             raise UserError(
-                f"The prompt has image placeholders (token {self._encoder.processor.placeholder}) and {KEY} has no "
-                "images.",
-                KEY,
+                f"The prompt has {noun} placeholders (token {processor.placeholder}) and {KEY} has no {noun}s.", KEY
             )
 
     def begin(self, accepted: Accepted, group: SequenceGroup) -> None:
@@ -197,14 +203,12 @@ def _see_whole(last_seen: np.ndarray, start: int, segments: tuple[Segment, ...])
             last_seen[max(0, segment.start - start) : segment.end - start] = segment.end - 1
 
 
-def _images_of(given: Any) -> list[Any]:
+def _images_of(given: Any, processor: Processor) -> list[Any]:
+    kind = processor.kind
     if not isinstance(given, Mapping):
-        raise UserError(f"{KEY} must be {{'image': an image or a list of images}}.", KEY)
-    others = [str(name) for name in given if name != "image"]
+        raise UserError(f"{KEY} must be {{{kind!r}: one {processor.noun} or a list}}.", KEY)
+    others = [str(name) for name in given if name != kind]
     if others:
-        raise UserError(f"{KEY} has {', '.join(others):.80}, and only 'image' is supported; leave it out.", KEY)
-    images = given.get("image")
-    if images is None:
-        return []
-    is_list = isinstance(images, list | tuple) and not isinstance(images, Prepared)
-    return list(images) if is_list else [images]
+        raise UserError(f"{KEY} has {', '.join(others):.80}, and only {kind!r} is supported; leave it out.", KEY)
+    images = given.get(kind)
+    return [] if images is None else processor.listed(images)

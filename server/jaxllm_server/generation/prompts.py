@@ -126,8 +126,9 @@ class Prompts:
 
         Omitted texts count too: an ignored key of 1,300,000 empty lists took 16 s to copy and search.
         """
-        tokenizer, most_images = model.tokenizer, self._engine.config.most_images
-        given, images = take_images(call.messages or (), model.processor, self._sources, most_images)
+        tokenizer, processor = model.tokenizer, model.processor
+        most_images = 0 if processor is None else self._engine.config.most_media(processor.kind)
+        given, images = take_images(call.messages or (), processor, self._sources, most_images)
         tools = call.tools if call.tool_choice != "none" else None
         shape = tokenizer.template_shape(self._template, tools)
         messages = with_read_arguments(given, shape, self._options.max_json_depth)

@@ -228,12 +228,12 @@ def _part_of(part: types_pb2.ContentPart, path: str) -> dict[str, Any]:
     kind = part.WhichOneof("part")
     if kind == "text":
         return {"type": "text", "text": part.text}
-    source = None if kind is None else part.image.WhichOneof("source")
-    if source is None:
+    media = None if kind is None else getattr(part, kind)
+    source = None if media is None else media.WhichOneof("source")
+    if kind is None or media is None or source is None:
         raise UserError(f"{path} is empty.", path)
-    if source == "url":
-        return NamedPart(path, type="image_url", image_url=part.image.url)
-    return NamedPart(path, type="image", image=part.image.data)
+    name = f"{kind}_url" if source == "url" else kind
+    return NamedPart(path, type=name, **{name: getattr(media, source)})
 
 
 def _tools_of(text: str, max_json_depth: int) -> list[dict[str, Any]]:

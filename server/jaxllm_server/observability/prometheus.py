@@ -160,6 +160,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Metrics], float]], ...] = (
     ("padded_tokens", "Tokens computed, including padding.", lambda own: own.padded_tokens),
     ("adapter_loads", "LoRA adapters loaded onto the devices.", lambda own: own.adapter_loads),
     ("images_encoded", "Images encoded by the vision tower.", lambda own: own.images_encoded),
+    ("sounds_encoded", "Sounds, or their pieces, encoded by the tower.", lambda own: own.sounds_encoded),
     ("sources_encoded", "Encoder prompts encoded, of an encoder-decoder model.", lambda own: own.sources_encoded),
     ("recoveries", "Failed steps after which the KV cache was lost.", lambda own: own.recoveries),
     ("programs_compiled", "Programs compiled ahead of time.", lambda own: own.programs_compiled),

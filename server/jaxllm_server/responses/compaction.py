@@ -14,7 +14,7 @@ from jaxllm.errors import UserError
 from jaxllm_server.generation.calls import Call, Chunk
 from jaxllm_server.requests.fields import Body
 from jaxllm_server.requests.shared_fields import given
-from jaxllm_server.responses.items import Item, has_images, item_id, packed
+from jaxllm_server.responses.items import Item, has_media, item_id, packed
 from jaxllm_server.responses.reply import ResponseReply
 from jaxllm_server.shared.options import ServerOptions
 
@@ -58,7 +58,7 @@ class CompactionReply(ResponseReply):
         super().__init__({**fields, **told}, options, request_id, history, kept)
         self.ignored = ignored
         self._window = [*history, *self.items[:-1]]
-        if has_images(self._window):  # a part of an image could be cut off
+        if has_media(self._window):  # a part of one could be cut off
             (call,) = self.calls
             sampling = {name: value for name, value in call.sampling.items() if name != "truncate_prompt_tokens"}
             self.calls: Sequence[Call] = [replace(call, sampling=sampling)]

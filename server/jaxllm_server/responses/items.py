@@ -19,8 +19,8 @@ _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _LISTS = ("content", "output", "summary")
-_IMAGE = "input_image"
-_UNREADABLE = ("input_file", "input_audio")
+_IMAGE, _SOUND = "input_image", "input_audio"
+_MEDIA = (_IMAGE, _SOUND)
 _DETAILS = ("auto", "low", "high", "original")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
@@ -49,8 +49,8 @@ def references_of(given: Any) -> set[str]:
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
     """Parse `input`; `kept` are the stored items it references.
 
-    Images stay URLs, read when the prompt is built. Raises UserError naming the item, or UnsupportedError for items and
-    parts that no model here reads.
+    Images and sounds are read when the prompt is built. Raises UserError naming the item, or UnsupportedError for items
+    and parts that no model here reads.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -76,9 +76,9 @@ def num_characters(items: Iterable[Item]) -> int:
     return count
 
 
-def has_images(items: Iterable[Item]) -> bool:
+def has_media(items: Iterable[Item]) -> bool:
     contents = (item.get(name) for item in items for name in ("content", "output"))
-    return any(part["type"] == _IMAGE for parts in contents if isinstance(parts, list) for part in parts)
+    return any(part["type"] in _MEDIA for parts in contents if isinstance(parts, list) for part in parts)
 
 
 def messages_of(items: Iterable[Item], num_before: int = 0) -> list[dict[str, Any]]:
@@ -238,8 +238,9 @@ def _parts_of(content: Any, path: str, is_answer: bool) -> list[dict[str, Any]]:
 
 
 def _input_part(part: Any, path: str) -> dict[str, Any]:
-    if isinstance(part, Mapping) and part.get("type") == _IMAGE:
-        return _image_part(part, path)
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _MEDIA:
+        return (_image_part if kind == _IMAGE else _sound_part)(part, path)
     return {"type": "input_text", "text": _part_text(part, path)}
 
 
@@ -254,6 +255,14 @@ def _image_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     return {"type": _IMAGE, "image_url": part["image_url"], "detail": detail or "auto", "file_id": None}
 
 
+def _sound_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    given = part.get(_SOUND)
+    fields = {name: given.get(name) for name in ("data", "format")} if isinstance(given, Mapping) else {}
+    if not fields or not all(isinstance(value, str) for value in fields.values()):
+        _refuse(f"{path}.{_SOUND} must be an object with a file's data in base64 and its format.")
+    return {"type": _SOUND, _SOUND: fields}
+
+
 def _texts_of(parts: Any, path: str) -> list[str]:
     return [_part_text(part, at) for at, part in _named(parts, path)]
 
@@ -266,10 +275,11 @@ def _named(parts: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _part_text(part: Any, path: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in _UNREADABLE:
-        raise UnsupportedError(f"{path}: {kind} is not supported; models here read texts and images.", "input")
-    if kind == _IMAGE:
-        raise UnsupportedError(f"{path}: an image is accepted in messages and outputs of tools only.", "input")
+    if kind == "input_file":
+        raise UnsupportedError(f"{path}: {kind} is not supported; models here read texts, images and sound.", "input")
+    if kind in _MEDIA:
+        noun = "an image" if kind == _IMAGE else "a sound"
+        raise UnsupportedError(f"{path}: {noun} is accepted in messages and outputs of tools only.", "input")
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         _refuse(f"{path} must be a part with a text.")
@@ -290,7 +300,7 @@ def _chat_content(parts: str | list[dict[str, Any]], path: str = "") -> str | li
     """Return parts as a chat message's content; a single text becomes a string, for all templates."""
     if isinstance(parts, str):
         return parts
-    if not parts or (len(parts) == 1 and parts[0]["type"] != _IMAGE):
+    if not parts or (len(parts) == 1 and parts[0]["type"] not in _MEDIA):
         return "".join(part["text"] for part in parts)
     return [_chat_part(part, at) for at, part in _named(parts, path)]
 
@@ -298,10 +308,14 @@ def _chat_content(parts: str | list[dict[str, Any]], path: str = "") -> str | li
 def _chat_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
     if part["type"] == _IMAGE:
         return NamedPart(path, type="image_url", image_url=part["image_url"])
+    if part["type"] == _SOUND:
+        return NamedPart(path, type=_SOUND, **{_SOUND: part[_SOUND]})
     return {"type": "text", "text": part["text"]}
 
 
 def _length_of(part: Mapping[str, Any]) -> int:
+    if part["type"] == _SOUND:
+        return len(part[_SOUND]["data"])
     return len(part["image_url"] if part["type"] == _IMAGE else part["text"])
 
 

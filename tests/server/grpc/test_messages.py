@@ -165,6 +165,7 @@ def test_a_conversation_is_in_openai_form() -> None:
             ty.ChatMessage(role="system", content=""),
             ty.ChatMessage(role="user", parts=[ty.ContentPart(text="a"), ty.ContentPart(text="")], name="Ann"),
             ty.ChatMessage(role="user", parts=[{"image": {"data": b"a"}}, {"image": {"url": "data:"}}]),
+            ty.ChatMessage(role="user", parts=[{"audio": {"data": b"a"}}, {"audio": {"url": "data:"}}]),
             ty.ChatMessage(
                 role="assistant",
                 reasoning_text="hm",
@@ -182,6 +183,7 @@ def test_a_conversation_is_in_openai_form() -> None:
         {"role": "system", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}], "name": "Ann"},
         {"role": "user", "content": [{"type": "image", "image": b"a"}, {"type": "image_url", "image_url": "data:"}]},
+        {"role": "user", "content": [{"type": "audio", "audio": b"a"}, {"type": "audio_url", "audio_url": "data:"}]},
         {
             "role": "assistant",
             "content": None,
@@ -283,6 +285,7 @@ def tools_of_depth(levels: int) -> str:
         ),
         bad("chat.messages[0].parts[1]", **chat_of(messages=[ty.ChatMessage(parts=[{"text": "a"}, {}])])),
         bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"image": {}}])])),
+        bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"audio": {}}])])),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_path(path: str, request_: pb.GenerateRequest) -> None:

@@ -45,7 +45,7 @@ _HISTOGRAMS = {
 }
 _COUNTERS = (
     "prefix_cache_queries prefix_cache_hits num_preemptions prompt_tokens generation_tokens prompt_tokens_cached "
-    "forced_tokens adapter_loads images_encoded sources_encoded external_prefix_cache_hits "
+    "forced_tokens adapter_loads images_encoded sounds_encoded sources_encoded external_prefix_cache_hits "
     "kv_offload_stored_blocks kv_offload_failed_blocks "
     "kv_transfer_sent_blocks kv_transfer_received_blocks kv_transfer_failures "
     "kv_disk_stored_blocks kv_disk_read_blocks kv_disk_failures "

@@ -13,7 +13,7 @@ from jaxllm.errors import FeatureDisabledError, UnsupportedError, UserError
 from jaxllm_server.generation.calls import Call, Chunk, NamedTool, Part, TokenUsage
 from jaxllm_server.responses.items import (
     MOST_PARTS,
-    has_images,
+    has_media,
     items_of,
     messages_of,
     num_characters,
@@ -98,7 +98,7 @@ def test_an_image_becomes_a_part_that_is_named_after_its_item() -> None:
         assert user["content"] == [image, {"type": "text", "text": "a"}] and tool["content"] == [image]
         assert [part.path for part in (user["content"][0], tool["content"][0])] == paths
     assert num_characters(items) == 2 * len(IMAGE["image_url"]) + 1 + len(CALL["arguments"])
-    assert has_images(items) and not has_images(items_of("Hi", "r1"))
+    assert has_media(items) and not has_media(items_of("Hi", "r1"))
 
 
 def test_an_item_is_found_by_its_id_and_a_reference_is_replaced() -> None:
