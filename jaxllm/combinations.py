@@ -15,6 +15,7 @@ EXPERTS = "experts"
 NO_EXPERTS = "a model without experts"
 NO_END = "a model without an end-of-sequence token"
 FLEET = "data_parallel_size above 1"
+RANKS = "enable_expert_parallel over data_parallel_size"
 REMOTE = "replicas on other machines"
 HOSTS = "num_hosts above 1"
 IMAGES = "a model with images or sound"
@@ -57,6 +58,18 @@ REFUSED = (
     Refused("kv_transfer_params", FLEET, "the router chooses the engines of a prompt"),
     Refused("prefill_replicas", REMOTE, "KV blocks move within a machine; see kv_transfer_config for others"),
     Refused("record", FLEET, "each replica has a separate scheduler"),
+    Refused("enable_lora", RANKS, "the ranks' schedulers would hold different adapters"),
+    Refused("speculative_config", RANKS, "ranks verify in different steps, and a step is of all ranks"),
+    Refused("pipeline_parallel_size", RANKS, "a step's experts are divided among all devices, not those of a stage"),
+    Refused("kv_offloading_size", RANKS, "ranks would copy blocks at different times"),
+    Refused("kv_transfer_config", RANKS, "a rank has the KV blocks of its requests only"),
+    Refused("enable_sleep_mode", RANKS, "a rank cannot leave the others without its experts"),
+    Refused("enable_kv_cache_events", RANKS, "each rank has a separate cache"),
+    Refused("deterministic", RANKS, "experts compute the tokens of all ranks"),
+    Refused(RANKS, POOLS, "ranks are for models that generate"),
+    Refused("record", RANKS, "each rank has a separate scheduler"),
+    Refused("data_parallel_address", RANKS, "the ranks are of one process"),
+    Refused("data_parallel_size_local", RANKS, "the ranks are of one process"),
     Refused("enable_lora", HOSTS, "only host 0 reads adapters"),
     Refused("kv_offloading_size", HOSTS, "copies to the hosts' memory end at different times"),
     Refused("kv_transfer_config", HOSTS, "blocks arrive at one host only"),
@@ -97,7 +110,7 @@ REFUSED = (
 
 def refusal(asked: str, other: str) -> UserError:
     (why,) = (one.why for one in REFUSED if (one.asked, one.other) == (asked, other))
-    return UserError(f"{asked} is not supported with {other}: {why}. Leave one of them out.", asked)
+    return UserError(f"{asked} is not supported with {other}: {why}. Leave one of them out.", asked.rpartition(" ")[2])
 
 
 def check(asked: Collection[str], present: Collection[str]) -> None:

@@ -74,8 +74,12 @@ class EngineConfig:
     enable_expert_parallel: bool = setting(
         False, "give each of the devices that share the model whole experts, instead of a part of each"
     )
-    # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group.
-    data_parallel_size: int = setting(1, "engines that share the requests, each with its own process and devices")
+    # For front ends (`LLM`, `FleetLLM`, `jaxllm serve`); an engine is one of the group, or see `shares_experts`.
+    data_parallel_size: int = setting(
+        1,
+        "engines that share the requests, each with its own process and devices; with --enable-expert-parallel ranks "
+        "of one engine, which divide the experts",
+    )
     # Engines of a fleet; `data_parallel_size` is their sum.
     prefill_replicas: int = setting(0, "engines that compute prompts, for others that continue them")
     decode_replicas: int = setting(
@@ -265,6 +269,15 @@ class EngineConfig:
                 "kv_transfer_config",
             )
         return transfer
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether one engine has `data_parallel_size` ranks, see engine/ranks.py."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and not self.prefill_replicas
+
+    @property
+    def is_fleet(self) -> bool:
+        return self.data_parallel_size > 1 and not self.shares_experts
 
     def most_media(self, kind: str) -> int:
         """Return the most images or sounds of a request; `kind` is of `MEDIA`."""

@@ -14,8 +14,8 @@ from jaxllm.config import EngineConfig, config_of
 from jaxllm.engine.engine_client import SteppedEngine
 from jaxllm.engine.features.pooling.prompts import check_kind
 from jaxllm.engine.features.weights.offline import OfflineWeightCalls
-from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.prompts import Prompt
+from jaxllm.engine.ranks import engine_type
 from jaxllm.errors import EngineError, UserError
 from jaxllm.fleet.offline import FleetEngine
 from jaxllm.lora_request import LoRARequest
@@ -71,10 +71,10 @@ class LLM(OfflineWeightCalls):
     def __init__(self, model: str | EngineConfig | None = None, *, use_tqdm: bool = False, **engine_args: Any) -> None:
         config = config_of(model, engine_args)
         self.engine: SteppedEngine
-        if config.data_parallel_size == 1:
-            self.engine = LLMEngine.from_engine_args(config, progress=use_tqdm)
-        else:
+        if config.is_fleet:
             self.engine = FleetEngine(config)
+        else:
+            self.engine = engine_type(config).from_engine_args(config, progress=use_tqdm)
         self._num_requests = 0
 
     @classmethod

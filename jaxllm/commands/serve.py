@@ -77,7 +77,7 @@ def run(options: dict[str, Any]) -> int:
     if server.headless:
         with errors_by_flags(ServerOptions, EngineConfig):
             return launch.be_replica(config, server)
-    if config.data_parallel_size == 1:  # else each replica does; this process must not use devices
+    if not config.is_fleet:  # else each replica does; this process must not use devices
         _check(config, server)
     with errors_by_flags(ServerOptions, EngineConfig):
         made = launch.new_server(config, server, progress=sys.stderr.isatty())

@@ -12,7 +12,7 @@ from typing import Any, overload
 
 from jaxllm.config import EngineConfig
 from jaxllm.engine.accepted import Accepted
-from jaxllm.engine.features.feature import Core, Features, Yielded, both
+from jaxllm.engine.features.feature import Core, Features, Masks, Yielded, both
 from jaxllm.engine.fetches import Fetches
 from jaxllm.engine.input_batch import InputBatch, RequestFault, blaming
 from jaxllm.engine.input_processor import InputProcessor
@@ -27,7 +27,7 @@ from jaxllm.errors import EngineError, RequestIdInUseError
 from jaxllm.metrics import Load, Metrics
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.request_params import RequestParams
-from jaxllm.runner.model_runner import Flight, HeldStep
+from jaxllm.runner.model_runner import Flight, HeldStep, PendingResult
 from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
@@ -141,6 +141,11 @@ class EngineCore:
     def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]:
         return self.outputs.abort(requests)
 
+    @property
+    def unfinished(self) -> Collection[str]:
+        """The internal ids of requests."""
+        return self.outputs.groups
+
     def take_block_events(self) -> tuple[BlockEvent, ...]:
         return self.scheduler.take_block_events()
 
@@ -163,7 +168,7 @@ class EngineCore:
         )
 
     def has_unfinished_requests(self) -> bool:
-        return self.held is None and bool(self.outputs.groups)
+        return self.held is None and bool(self.unfinished)
 
     def step(self) -> list[RequestOutput]:
         """Complete one step and return the due outputs (see `SamplingParams.output_kind`).
@@ -202,19 +207,12 @@ class EngineCore:
             self._planned = plan
             if isinstance(flight, HeldStep):
                 raise RuntimeError("a step is waited for that has not been sampled")
-            with span("wait"):
-                result = flight.result()
-            yielded = Yielded(result.tokens)
-            for read in self.features.read:
-                read(plan, result, yielded)
+            result, yielded = self._read(plan, flight)
         except Exception as error:
             return [*self.outputs.due(ended, self._clock()), *self._recover(error)]
         self._failed_steps.reset()
         with span("commit"):
-            before = self.scheduler.state
-            events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
-            if events.failed and self._fetches is not None:
-                self._fetches.forget(before, events.failed)
+            events = self._commit(plan, result, yielded)
             ended += self._take_in(plan, result, events)
         outputs: list[RequestOutput] = []
         stuck: StuckSequences = []
@@ -223,15 +221,34 @@ class EngineCore:
         except Exception as error:
             outputs = self._recover(error)
         with span("output"):
-            self.num_rows = len(plan.slots)
-            self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes - plan.num_drafts
-            self.metrics.generated_tokens += len(events.tokens)
-            outputs += self.outputs.take_in(result, events)
+            outputs += self._show(plan, result, events)
             try:
                 ended += self._end_stuck(stuck)  # text ended the others
             except Exception as error:
                 outputs += self._recover(error)
             return [*outputs, *self.outputs.due(ended, self._clock())] if ended else outputs
+
+    def _read(self, plan: Plan, flight: PendingResult) -> tuple[StepOutput, Yielded]:
+        """Wait for a step's result."""
+        with span("wait"):
+            result = flight.result()
+        yielded = Yielded(result.tokens)
+        for read in self.features.read:
+            read(plan, result, yielded)
+        return result, yielded
+
+    def _commit(self, plan: Plan, result: StepOutput, yielded: Yielded) -> Events:
+        before = self.scheduler.state
+        events = self.scheduler.commit(plan, yielded.tokens, result.is_finite, yielded.counts, result.counts)
+        if events.failed and self._fetches is not None:
+            self._fetches.forget(before, events.failed)
+        return events
+
+    def _show(self, plan: Plan, result: StepOutput, events: Events) -> list[RequestOutput]:
+        self.num_rows = len(plan.slots)
+        self.metrics.chunk_tokens += plan.num_tokens - plan.num_decodes - plan.num_drafts
+        self.metrics.generated_tokens += len(events.tokens)
+        return self.outputs.take_in(result, events)
 
     def _take_in(self, plan: Plan, result: StepOutput, events: Events) -> list[SequenceGroup]:
         """Pass a committed step to features; if one raises, end those of its requests that the feature serves."""
@@ -279,10 +296,13 @@ class EngineCore:
             return []
         self._planned = plan
         with span("masks"):
-            found = (make(plan) for make in self.features.masks)
-            masks = both([each for each in found if each is not None])
+            masks = self._masks(plan)
         self._in_flight[0] = plan, self.runner.sample(held, masks.words, masks.is_masked)
         return masks.stuck
+
+    def _masks(self, plan: Plan) -> Masks:
+        found = (make(plan) for make in self.features.masks)
+        return both([each for each in found if each is not None])
 
     def _end_stuck(self, stuck: StuckSequences) -> list[SequenceGroup]:
         ended = []
@@ -324,9 +344,7 @@ class EngineCore:
         Ends the request at fault, or the largest if memory is exhausted, and returns its last output.
         """
         plan, self._planned = self._planned, None
-        self._in_flight.clear()
-        self.runner.renew()
-        self.scheduler.reset()
+        self._restart()
         self.metrics.recoveries += 1
         if isinstance(error, RequestFault):
             return self._end_failed(error.sequence.group)
@@ -337,6 +355,11 @@ class EngineCore:
         if largest is None:
             raise EngineError(f"{self._failed_steps.count} steps in a row failed; the last one: {error}") from error
         return self._end_failed(largest)
+
+    def _restart(self) -> None:
+        self._in_flight.clear()
+        self.runner.renew()
+        self.scheduler.reset()
 
     def _end_failed(self, group: SequenceGroup) -> list[RequestOutput]:
         self.outputs.fail(group)

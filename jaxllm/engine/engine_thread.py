@@ -17,6 +17,7 @@ from jaxllm.engine.accepted import Accepted
 from jaxllm.engine.inbox import Inbox
 from jaxllm.engine.llm_engine import LLMEngine
 from jaxllm.engine.loader import Parts
+from jaxllm.engine.ranks import engine_type
 from jaxllm.metrics import Load, Metrics, StepReport
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.scheduler.recorded import Recorder
@@ -102,7 +103,7 @@ class EngineThread:
                 engine.close()
 
     def _load(self) -> LLMEngine:
-        return LLMEngine(
+        return engine_type(self._config)(
             self._config,
             progress=self._progress,
             metrics=self._metrics,

@@ -46,7 +46,7 @@ class InputProcessor:
         self._limits = limits
         self._extras = extras
         self._features = features
-        self._random = np.random.default_rng(config.seed % 2**64)
+        self.random = np.random.default_rng(config.seed % 2**64)
         self._num_sequences = 0
 
     def accept(
@@ -163,7 +163,7 @@ class InputProcessor:
         seed = params.seed
         if seed is None:
             # Random seeds depend on the order of arrival.
-            seed = self._config.seed if self._config.deterministic else int(self._random.integers(2**63))
+            seed = self._config.seed if self._config.deterministic else int(self.random.integers(2**63))
         num_prompt, num_bad = len(group.prompt_token_ids), sum(map(len, accepted.bad_words))
         vocab_size = self._language.model.vocab_size
         for own in group.sequences:

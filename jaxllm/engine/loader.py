@@ -18,6 +18,7 @@ from jaxllm.errors import UserError
 from jaxllm.media.sound import LogMel
 from jaxllm.metrics import Metrics
 from jaxllm.runner.model_runner import Runner
+from jaxllm.runner.ranks import RankedRunner
 from jaxllm.runner.runners import RUNNERS
 from jaxllm.sampling_params import default_sampling_params
 from jaxllm.setup.model_setup import prepare
@@ -54,7 +55,8 @@ def load_parts(
         tokenizer.obey_add_eos_token()
     eos_ids = eos_ids_of(tokenizer, setup.generation_config, setup.spec.vocab_size)
     default_params = default_sampling_params(setup.generation_config)
-    runner = runners[type(setup.head)](config, setup, metrics, progress, phases=phases)
+    runner_type = RankedRunner if config.shares_experts else runners[type(setup.head)]
+    runner = runner_type(config, setup, metrics, progress, phases=phases)
     start_phases = phases.finished()
     logging.getLogger(__name__).info("%s", describe(start_phases))
     geometry = runner.geometry

@@ -1,6 +1,7 @@
 """Mixture of experts on one shard: weights, routing, and products.
 
-Every shard holds a slice of every expert, or with expert parallelism whole experts. No token is dropped.
+Every shard holds a slice of every expert, or with expert parallelism whole experts. No token is dropped. With several
+ranks (`Layout`) all their shards divide the experts, and each computes the terms of its experts for all ranks' tokens.
 
 E experts (after routing: on this shard), F an expert's width on this shard, n experts per token, N = T · n assignments.
 """
@@ -72,7 +73,8 @@ def declare(spec: Spec, experts: Experts) -> dict[str, Weight]:
 
 @partial(jax.jit, static_argnames=("spec", "experts", "layout"))
 def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout) -> Array:
-    """Return this shard's term of the experts' output, float32 [T, D], to be summed over shards."""
+    """Return this shard's term of the experts' output, float32 [T, D], to be summed over the rank's shards."""
+    own, x = x, layout.gathered(x, "ranks", 0)
     chosen, gates = route(experts, weights, x)
     routed = {name: weight for name, weight in weights.items() if name.startswith("expert_")}
     if is_divided := layout.shards("experts") > 1:
@@ -93,11 +95,13 @@ def mix(spec: Spec, experts: Experts, weights: Arrays, x: Array, layout: Layout)
             bias = spread(_count(routed), chosen, gates) @ weights["expert_down_bias"].astype(jnp.float32)
             # A replicated bias is added by one shard.
             total = total + (bias if is_divided else jnp.where(layout.index("feed_forward") == 0, bias, 0.0))
+    if layout.ranks > 1:  # in the activations' type, as all sums over shards
+        total = layout.scattered(total.astype(x.dtype), "ranks", 0).astype(jnp.float32)
     if experts.shared_width:
-        inner = gated(layers.linear(x, weights["shared_up"]), spec.activation)
+        inner = gated(layers.linear(own, weights["shared_up"]), spec.activation)
         shared = layers.linear(inner.astype(x.dtype), weights["shared_down"])  # [T, D]
         if experts.shared_gate:
-            shared = shared * jax.nn.sigmoid(layers.linear(x, weights["shared_weight"]))
+            shared = shared * jax.nn.sigmoid(layers.linear(own, weights["shared_weight"]))
         total = total + shared
     return total
 

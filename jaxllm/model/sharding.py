@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -19,12 +19,14 @@ from jaxllm.errors import UserError
 Function = TypeVar("Function", bound=Callable[..., Any])
 Axis = str | tuple[str, ...] | None  # of a mesh, or several, the first the slowest
 PIPELINE = "pp"
+RANKS = "dp"
 
 # Megatron's division (Shoeybi et al. 2019): two all-reduces per layer. Expert parallelism divides "experts", otherwise
-# each expert's width is split.
+# each expert's width is split. "ranks" are batches of separate requests with separate states, see `ranked`.
 RULES: Mapping[str, Axis] = {
     **dict.fromkeys(("heads", "kv_heads", "feed_forward", "vocab"), "tp"),
     "experts": None,
+    "ranks": None,
 }
 _WHOLE = frozenset({"width", "head", "position", "routes", "blocks", "slots"})
 
@@ -56,8 +58,9 @@ class Layout:
             raise ValueError(f"rules are for {', '.join(RULES)}, not for {', '.join(self.rules)}")
         if self.rules["heads"] != self.rules["kv_heads"]:
             raise ValueError("heads and kv_heads must be divided by the same mesh axis")
-        if self.rules["experts"] not in (None, self.rules["feed_forward"]):
-            raise ValueError("experts must be divided by the mesh axis of feed_forward, which sums their results")
+        over = (*_names(self.rules["ranks"]), *_names(self.rules["feed_forward"]))
+        if self.rules["experts"] is not None and _names(self.rules["experts"]) != over:
+            raise ValueError("experts must be divided by the mesh axis of feed_forward, after that of ranks")
         if unknown := {name for axis in self.rules.values() for name in _names(axis)} - {*self.mesh.axis_names}:
             raise ValueError(f"the mesh has the axes {self.mesh.axis_names}, not {unknown}")
 
@@ -78,6 +81,10 @@ class Layout:
     @property
     def stages(self) -> int:
         return max(1, len(self.bounds) - 1)
+
+    @property
+    def ranks(self) -> int:
+        return self.shards("ranks")
 
     @property
     def unstaged(self) -> Layout:
@@ -134,6 +141,29 @@ class Layout:
             return x
         return lax.all_gather(x, self.axis(name), axis=dimension, tiled=True)
 
+    def scattered(self, x: Array, name: str, dimension: int) -> Array:
+        """Return this shard's piece of a sum."""
+        if self.shards(name) == 1:
+            return x
+        return lax.psum_scatter(x, self.axis(name), scatter_dimension=dimension, tiled=True)
+
+    def ranked(self, tree: Any) -> Any:
+        """Describe the arrays of all ranks, joined along the first axis, from descriptions of those of one."""
+        return tree if self.ranks == 1 else jax.tree.map(self._ranked, tree)
+
+    def _ranked(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        axes = PartitionSpec(self.axis("ranks"), *leaf.sharding.spec[1:])
+        shape = (self.ranks * leaf.shape[0], *leaf.shape[1:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, axes))
+
+    def on_each_rank(self, run: Function) -> Function:
+        """Apply a function of one rank's arrays, which have a first axis, to those of all."""
+        if self.ranks == 1:
+            return run
+        mapped = self.shard_map(run, self.spec("ranks"), self.spec("ranks"))
+        return cast("Function", functools.wraps(run)(mapped))
+
     def with_copies(self, name: str | None, copies: int) -> Layout:
         """Return a layout in which `copies` adjacent shards of an axis hold the same piece."""
         if copies == 1:
@@ -150,10 +180,12 @@ class Layout:
         """Return the layout of the devices that hold piece `number` of a logical axis."""
         if self.shards(name) == 1:
             return self
-        axis = self.axis(name)
-        assert isinstance(self.mesh, Mesh) and isinstance(axis, str)
-        at = self.mesh.axis_names.index(axis)
-        return replace(self, mesh=Mesh(self.mesh.devices.take([number], axis=at), self.mesh.axis_names))
+        assert isinstance(self.mesh, Mesh)
+        axes, devices = _names(self.axis(name)), self.mesh.devices
+        places = np.unravel_index(number, [self.mesh.shape[axis] for axis in axes])
+        for axis, place in zip(axes, places, strict=True):
+            devices = devices.take([place], axis=self.mesh.axis_names.index(axis))
+        return replace(self, mesh=Mesh(devices, self.mesh.axis_names))
 
 
 def _names(axis: Axis) -> tuple[str, ...]:
@@ -173,14 +205,15 @@ def make_layout(
     tensor_parallel_size: int,
     divides_experts: bool = False,
     division: Division = NO_STAGES,
+    num_ranks: int = 1,
 ) -> Layout:
     """Return a layout that divides axes over the first devices; raise UserError if too few exist.
 
     With a `division` each stage has adjacent devices, and the vocabulary is divided among all devices, so that none
-    idles while logits are computed.
+    idles while logits are computed. Several ranks divide the experts, of which all devices have a part.
     """
     bounds = division.bounds
-    count = tensor_parallel_size * max(1, len(bounds) - 1)
+    count = tensor_parallel_size * max(1, len(bounds) - 1) * num_ranks
     if count > len(devices):
         more = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={count} to split the CPU"
         parameter, asked = "tensor_parallel_size", f"tensor_parallel_size is {tensor_parallel_size}"
@@ -189,11 +222,19 @@ def make_layout(
             asked = (
                 f"pipeline_parallel_size {stages} and tensor_parallel_size {tensor_parallel_size} take {count} devices,"
             )
+        if num_ranks > 1:
+            parameter = "data_parallel_size"
+            asked = (
+                f"data_parallel_size {num_ranks} and tensor_parallel_size {tensor_parallel_size} take {count} devices,"
+            )
         raise UserError(
             f"{asked} but JAX sees {len(devices)} device(s); "
             f"use at most {len(devices)}{more if devices[0].platform == 'cpu' else ''}.",
             parameter,
         )
+    if num_ranks > 1:
+        mesh = Mesh(np.asarray(devices[:count]).reshape(num_ranks, -1), (RANKS, "tp"))
+        return Layout(mesh, {**RULES, "experts": (RANKS, "tp"), "ranks": RANKS})
     rules = {**RULES, "experts": "tp"} if divides_experts else RULES
     if not bounds:
         return Layout(Mesh(np.asarray(devices[:count]), ("tp",)), rules)

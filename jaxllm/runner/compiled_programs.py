@@ -363,7 +363,9 @@ class Programs(ProgramTable):
 
     def choose(self, plan: Plan, variant: Variant, is_held: bool = False, num_adapters: int = 0) -> ProgramKeys:
         """Return the cheapest ready way to run a plan with `variant` or a wider one; in two parts if `is_held`."""
-        size = batch.extent(plan, num_adapters)
+        return self.choose_for(batch.extent(plan, num_adapters), variant, is_held)
+
+    def choose_for(self, size: batch.Extent, variant: Variant, is_held: bool) -> ProgramKeys:
         least = VARIANTS.index(variant)
         fitting = (
             way
@@ -372,7 +374,7 @@ class Programs(ProgramTable):
         )
         way = self.first_ready(fitting)
         if way is None:
-            raise RuntimeError(f"no program holds {len(plan.slots)} rows of {plan.num_tokens} tokens")
+            raise RuntimeError(f"no program holds {size.rows} rows of {size.tokens} tokens")
         return way
 
 

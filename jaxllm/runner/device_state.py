@@ -50,7 +50,7 @@ def abstract(
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
-    `batch_size` is W; `media` the shape of images' embeddings; `source_blocks` is Ms.
+    `batch_size` is W; `media` the shape of images' embeddings; `source_blocks` is Ms. Sizes are of one rank.
     """
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
@@ -66,7 +66,7 @@ def abstract(
             kv=() if drafting.spec is None else abstract_kv(drafting.spec, geometry.of_group(0), layout, cache_dtype),
             aux=(array((max_tokens, spec.width), dtype),) * num_aux,
         )
-    return DeviceState(
+    state = DeviceState(
         kv=stages.stack(abstract_kv(spec, geometry, layout, cache_dtype), layout),
         drafted=drafted,
         batch=array((batch_size,), int32) if batch_size else None,
@@ -78,6 +78,7 @@ def abstract(
         media=array(media, dtype) if media[0] else None,
         sources=array((geometry.num_slots, 1 + source_blocks), int32, "slots") if source_blocks else None,
     )
+    return layout.ranked(state)
 
 
 def leaf_index(state: DeviceState[Any], name: str) -> int:

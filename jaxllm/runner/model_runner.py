@@ -683,7 +683,7 @@ class Runner(Residence):
             self.sources.compile(make, self._step_model)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
-        model, everywhere = self._step_model, self.setup.layout.sharding()
+        model, layout = self._step_model, self.setup.layout
         if key.part == "sample":
             assert key.variant is not None
             return self._lower_sample(key.shape.rows, key.variant)
@@ -692,7 +692,7 @@ class Runner(Residence):
         else:
             run = step.build(model, key.shape, key.variant)
         size, donated = step.sent_size(model, key.shape, key.variant), step.donated(model, key.variant)
-        buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=everywhere)
+        buffer = layout.ranked(jax.ShapeDtypeStruct((size,), jnp.int32, sharding=layout.sharding()))
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))
         if key.part == "finish" and key.variant is not None:
             run = step.build_finish(model, key.shape, key.variant)
@@ -715,7 +715,7 @@ class Runner(Residence):
         masks = jax.ShapeDtypeStruct((num_places, width), jnp.int32, sharding=layout.sharding())
         columns = layout.sharding(None, "vocab")
         logits = jax.ShapeDtypeStruct((num_places, self._num_columns), jnp.float32, sharding=columns)
-        return logits, masks
+        return layout.ranked((logits, masks))
 
     def note_compilation(self) -> None:
         if threading.get_ident() == self._running_thread:

@@ -43,8 +43,8 @@ def build(model: StepModel, is_whole: bool) -> Callable[[Leaves, jax.Array, jax.
     params_specs = tuple(leaf.sharding.spec for leaf in jax.tree.leaves(params))
     layout = model.layout
     is_divided = is_whole and not layout.spans_processes  # each process reads all of the result
-    result = layout.spec(None, "vocab") if is_divided else layout.spec()
-    return layout.shard_map(on_shard, (params_specs, layout.spec(), layout.spec()), result)
+    result, of_rank = layout.spec("ranks", "vocab" if is_divided else None), layout.spec("ranks")
+    return layout.shard_map(on_shard, (params_specs, of_rank, of_rank), result)
 
 
 def read_scores(wanted: Sequence[Scored], found: jax.Array | np.ndarray) -> list[Score]:

@@ -25,21 +25,21 @@ Make = Callable[..., Any]  # (name, function, donated arguments, *descriptions) 
 
 
 def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
-    shapes, everywhere = model.state, model.layout.sharding()
+    shapes, layout = model.state, model.layout
 
     def described(*size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(size, jnp.int32, sharding=everywhere)
+        return layout.ranked(jax.ShapeDtypeStruct(size, jnp.int32, sharding=layout.sharding()))
 
     kv, params = (tuple(jax.tree.leaves(tree)) for tree in (shapes.kv, model.params))
     changes, extras = described(2, PATCH_ENTRIES, 3), described(PATCH_EXTRAS, 1 + model.extras.width)
     made = {
-        "patch": make("patch", step.patch, (0, 1), shapes.tables, shapes.tokens, changes),
-        "patch_extras": make("patch_extras", step.patch_extras, (0,), shapes.extras, extras),
+        "patch": make("patch", layout.on_each_rank(step.patch), (0, 1), shapes.tables, shapes.tokens, changes),
+        "patch_extras": make("patch_extras", layout.on_each_rank(step.patch_extras), (0,), shapes.extras, extras),
     }
     for group, leaves in enumerate(leaves_by_group(model.spec, model.geometry, shapes.kv)):
         name = COPY_PROGRAMS[group]
         copied = tuple(kv[at] for at in leaves)
-        made[name] = make(name, step.build_copy(model.layout, copied, name), (0,), copied, described(COPIED_BLOCKS, 2))
+        made[name] = make(name, step.build_copy(layout, copied, name), (0,), copied, described(COPIED_BLOCKS, 2))
     for name, is_whole in (("score", False), ("score_whole", True)):
         made[name] = make(name, scoring.build(model, is_whole), (), params, shapes.hidden, described(SCORED_ROWS, 2))
     return made

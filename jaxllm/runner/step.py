@@ -48,7 +48,7 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
         following, joined = _finish(model, shape, variant, weights, following, field, laid, aux, logits)
         return following, _into(state, buffer, joined)
 
-    return on_shards(model, run, program_name(shape, variant), model.layout.spec(), shape.adapters)
+    return on_shards(model, run, program_name(shape, variant), model.layout.spec("ranks"), shape.adapters)
 
 
 def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -63,7 +63,7 @@ def build_forward(model: StepModel, shape: Shape) -> Callable[..., tuple[Leaves,
             following = replace(following, drafted=draft_models.keep(following.drafted, aux))
         return following, logits
 
-    return on_shards(model, run, program_name(shape, None), model.layout.spec(None, "vocab"), shape.adapters)
+    return on_shards(model, run, program_name(shape, None), model.layout.spec("ranks", "vocab"), shape.adapters)
 
 
 def on_shards(
@@ -96,7 +96,7 @@ def on_shards(
     params_specs, state_specs, adapter_specs = (
         tuple(leaf.sharding.spec for leaf in jax.tree.leaves(tree)) for tree in (params, state, adapter)
     )
-    in_specs = (params_specs, state_specs, model.layout.spec(), *(adapter_specs,) * num_adapters, *further)
+    in_specs = (params_specs, state_specs, model.layout.spec("ranks"), *(adapter_specs,) * num_adapters, *further)
     return model.layout.shard_map(on_shard, in_specs, (state_specs, result))
 
 
@@ -116,8 +116,8 @@ def build_sample(model: StepModel, num_rows: int, variant: Variant) -> Callable[
         return _append(model, tokens, at, ends, sampled), join(sampled)
 
     on_shard.__name__ = f"sample_{num_rows}_{variant.value}"
-    whole = model.layout.spec()
-    return model.layout.shard_map(on_shard, (*(whole,) * 3, *_of_halves(model)), whole)
+    of_rank = model.layout.spec("ranks")
+    return model.layout.shard_map(on_shard, (*(of_rank,) * 3, *_of_halves(model)), of_rank)
 
 
 def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -141,11 +141,11 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
         return following, _into(state, buffer, joined)
 
     name = f"finish_{program_name(shape, variant)}"
-    return on_shards(model, run, name, model.layout.spec(), further=_of_halves(model))
+    return on_shards(model, run, name, model.layout.spec("ranks"), further=_of_halves(model))
 
 
 def _of_halves(model: StepModel) -> tuple[PartitionSpec, PartitionSpec]:
-    return model.layout.spec(None, "vocab"), model.layout.spec()
+    return model.layout.spec("ranks", "vocab"), model.layout.spec("ranks")
 
 
 def _read_masks(masks: jax.Array) -> tuple[dict[str, jax.Array], tuple[jax.Array, jax.Array]]:
@@ -217,7 +217,7 @@ def build_copy(
 
     on_shard.__name__ = name
     specs = tuple(leaf.sharding.spec for leaf in kv)  # pyright: ignore[reportOptionalMemberAccess]
-    return layout.shard_map(on_shard, (specs, layout.spec()), specs)
+    return layout.shard_map(on_shard, (specs, layout.spec("ranks")), specs)
 
 
 def patch_extras(extras: jax.Array, changes: jax.Array) -> jax.Array:

@@ -293,7 +293,8 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         tokens = slots + whole_image
 
     division = stages.divide(spec, config.pipeline_parallel_size)
-    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division)
+    ranks = config.data_parallel_size if config.shares_experts else 1
+    layout = make_layout(devices, config.tensor_parallel_size, config.enable_expert_parallel, division, ranks)
     generation_config = weights.read_generation_config(folder)
 
     def kernels_of(own: Spec) -> dict[str, Choice]:
@@ -363,6 +364,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         "enable_sleep_mode": config.enable_sleep_mode,
         "enable_kv_cache_events": config.enable_kv_cache_events,
         "data_parallel_size": config.data_parallel_size > 1,
+        combinations.RANKS: config.shares_experts,
         "kv_cache_dtype": config.kv_cache_dtype != "auto",
         "quantization": config.quantization is not None and rounds,
     }
@@ -381,6 +383,7 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
         combinations.NO_EXPERTS: spec.experts is None,
         # A ring all-reduce sums each piece in another order, except with two devices.
         combinations.MANY_GPUS: not is_cpu and config.tensor_parallel_size > 2,
+        combinations.RANKS: config.shares_experts,
     }
     combinations.check(*([name for name, holds in own.items() if holds] for own in (asked, present)))
 
@@ -582,6 +585,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "enable_expert_parallel": config.enable_expert_parallel,
+        "ranks": setup.layout.ranks,
         "pools": setup.head is not None,
         "images": [repr(setup.images.spec), setup.media_units] if setup.images else None,
         "encoder": repr(setup.encoder.spec) if setup.encoder else None,
@@ -599,5 +603,5 @@ def _guess(setup: Setup) -> int:
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
     if spec.experts is not None:  # outputs of each token's experts, twice
-        widest = max(widest, 2 * spec.experts.per_token * spec.width)
+        widest = max(widest, 2 * spec.experts.per_token * spec.width * setup.layout.ranks)
     return 4 * (8 * setup.max_num_batched_tokens * widest + 8 * setup.max_num_seqs * spec.vocab_size)

@@ -258,10 +258,14 @@ def _engine(config: EngineConfig, options: ServerOptions, progress: bool) -> Eng
             raise combinations.refusal("record", combinations.HOSTS)
         adapters = requests_of(options.lora_modules)
         return GroupLLM(config, _host_settings(options), progress=progress, adapters=adapters, **bounds)
-    if config.data_parallel_size == 1:
+    if not config.is_fleet:
         for name in ("data_parallel_address", "data_parallel_size_local"):
             if getattr(options, name) is not None:
+                if config.shares_experts:
+                    raise combinations.refusal(name, combinations.RANKS)
                 raise UserError(f"{name} requires a data_parallel_size above 1.", name)
+        if options.record is not None and config.shares_experts:
+            raise combinations.refusal("record", combinations.RANKS)
         adapters = requests_of(options.lora_modules)
         if isinstance(config.kv_transfer_config, KvTransferConfig):
             key = options.api_key[0] if options.api_key else None

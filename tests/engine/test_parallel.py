@@ -213,7 +213,7 @@ def _each(name: str) -> list[tuple[str, int]]:
     return [(name, at) for at in range(len(FACTORS[name]))]
 
 
-def answers(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+def answers(folder: Path, settings: dict[str, Any], has_adapters: bool = True) -> tuple[dict[str, Any], dict[str, int]]:
     """Run all kinds of requests together, twice: each sequence's tokens and log-probabilities; and metrics."""
     adapter = LoRARequest("random", 1, str(folder / "adapter"))
     processors = [test_combinations.scale, test_combinations.ban_above]
@@ -229,10 +229,13 @@ def answers(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dic
         "adapter, random": (story, dataclasses.replace(plain, temperature=0.9, seed=3)),
         "grammar": (story, dataclasses.replace(plain, structured_outputs={"regex": "( [a-z]{2,4}){3}\\."})),
     }
+    if not has_adapters:
+        requests = {name: request for name, request in requests.items() if "adapter" not in name}
     if settings["speculative_config"] is None:
         requests["beams"] = story, BeamSearchParams(3, 12)
     found: dict[str, Any] = {}
-    with LLM(str(folder), enable_lora=True, max_logprobs=-1, logits_processors=processors, **SIZES | settings) as llm:
+    further = {"enable_lora": has_adapters, "max_logprobs": -1, "logits_processors": processors}
+    with LLM(str(folder), **SIZES | further | settings) as llm:
         for turn in range(2):
             for name, (prompt, params) in requests.items():
                 if isinstance(params, SamplingParams):

@@ -112,12 +112,15 @@ class Program:
 
 
 @functools.cache
-def layout(devices: int = 1, divides_experts: bool = False, division: Division = NO_STAGES) -> Layout:
+def layout(
+    devices: int = 1, divides_experts: bool = False, division: Division = NO_STAGES, num_ranks: int = 1
+) -> Layout:
     """Describe a mesh of `devices` H200."""
     described = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
     )
-    return make_layout(described.devices, devices // max(1, len(division.bounds) - 1), divides_experts, division)
+    size = devices // max(1, len(division.bounds) - 1) // num_ranks
+    return make_layout(described.devices, size, divides_experts, division, num_ranks)
 
 
 def kernels_of(
@@ -160,13 +163,15 @@ def compile_step(
     divides_experts: bool = False,
     num_stages: int = 1,
     media: int = 0,
+    num_ranks: int = 1,
 ) -> Program:
     """Compile a decode step of `rows`, or a ragged one of `tokens`, of a model given by config.json.
 
     With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
     quantized, not the head; without one as config.json describes. `cache` is the type of keys and values, default
     `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism. `num_stages` share the
-    devices. `media`: rows of images' embeddings, which a ragged step reads.
+    devices, or `num_ranks` with `rows` or `tokens` each. `media`: rows of images' embeddings, which a ragged step
+    reads.
     """
     spec, family = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -201,6 +206,7 @@ def compile_step(
         divides_experts,
         num_stages,
         read_images(dict(config), spec, family) if media else None,
+        num_ranks,
     )
 
 
@@ -223,9 +229,10 @@ def compile_shape(
     divides_experts: bool = False,
     num_stages: int = 1,
     images: Images | None = None,
+    num_ranks: int = 1,
 ) -> Program:
     """Compile one program; without a variant, the forward part of a step."""
-    over = layout(devices, divides_experts, stages.divide(spec, num_stages))
+    over = layout(devices, divides_experts, stages.divide(spec, num_stages), num_ranks)
     if scheme is None:
         params = weights.abstract(spec, over, dtype, family=family)
         scheme = family.stored.scheme if family is not None and family.stored is not None else None
@@ -257,7 +264,7 @@ def compile_shape(
     )
     run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)
     size = step.sent_size(model, shape, variant)
-    buffer = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over.sharding())
+    buffer = over.ranked(jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over.sharding()))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))
     adapters = (tuple(jax.tree.leaves(adapter)),) * shape.adapters
     donated = step.donated(model, variant) if donates else ()

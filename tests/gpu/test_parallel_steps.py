@@ -26,6 +26,8 @@ from tests.gpu import aot
 DEVICES = 8
 FREE = int(0.92 * 141e9)  # bytes of an H200 that an engine uses by default
 QWEN = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536}
+# Bytes of the matrices outside of experts, which each rank has: attention, embedding and head.
+QWEN_OUTSIDE = 2 * (94 * 2 * 4096 * (64 + 4) * 128 + 2 * 151936 * 4096)
 LLAMA = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -38,12 +40,16 @@ class Large(NamedTuple):
     num_bytes: float  # its published number of parameters, times the bytes of one
     caches: int  # tokens at least
     stages: int = 1
+    ranks: int = 1
 
 
 MODELS = {
     "Llama-3.1-70B": Large(LLAMA_31_8B | LLAMA, {"num_hidden_layers": 4}, 70.6e9 * 2, 2_000_000),
     "Llama-3.1-70B, two stages": Large(LLAMA_31_8B | LLAMA, {"num_hidden_layers": 4}, 70.6e9 * 2, 2_000_000, 2),
     "Qwen3-235B-A22B": Large(QWEN_3_30B_A3B | QWEN, {"num_hidden_layers": 4}, 235.1e9 * 2, 1_000_000),
+    "Qwen3-235B-A22B, two ranks": Large(
+        QWEN_3_30B_A3B | QWEN, {"num_hidden_layers": 4}, 235.1e9 * 2 + QWEN_OUTSIDE, 500_000, ranks=2
+    ),
     "DeepSeek-V3": Large(
         DEEPSEEK_V3 | {"quantization_config": FP8},
         {"num_hidden_layers": 6, "first_k_dense_replace": 2},
@@ -57,7 +63,7 @@ LARGEST = {"tokens": 8192}
 
 def compiled(name: str, **step: Any) -> aot.Program:
     own = MODELS[name]
-    further = {"divides_experts": _has_experts(name), "num_stages": own.stages}
+    further = {"divides_experts": _has_experts(name), "num_stages": own.stages, "num_ranks": own.ranks}
     return aot.compile_step(own.config | own.few, devices=DEVICES, **further, **step)
 
 
@@ -67,15 +73,16 @@ def _has_experts(name: str) -> bool:
 
 def plan(name: str, config: dict[str, Any], temporary_bytes: int) -> MemoryPlan:
     """Divide a device's memory as an engine does."""
-    num_stages = MODELS[name].stages
+    num_stages, num_ranks = MODELS[name].stages, MODELS[name].ranks
     engine = EngineConfig(
         model=name,
-        tensor_parallel_size=DEVICES // num_stages,
+        tensor_parallel_size=DEVICES // num_stages // num_ranks,
+        data_parallel_size=num_ranks,
         pipeline_parallel_size=num_stages,
         enable_expert_parallel=_has_experts(name),
     )
     spec, family = read_spec(dict(config))
-    layout = aot.layout(DEVICES, engine.enable_expert_parallel, stages.divide(spec, num_stages))
+    layout = aot.layout(DEVICES, engine.enable_expert_parallel, stages.divide(spec, num_stages), num_ranks)
     dtype = jnp.dtype(jnp.bfloat16)
     setup = Setup(
         folder=Path(),
@@ -127,15 +134,17 @@ def test_all_layers_fit_eight_devices(name: str) -> None:
 def test_a_decode_step_is_one_graph_with_two_sums_a_layer(name: str, variant: Variant) -> None:
     """One more is for the embedding; sampling has an all-gather, with filters two, and 19 sums.
 
-    Each stage passes the residual stream to the next one, and the last one to all by a sum.
+    Each stage passes the residual stream to the next one, and the last one to all by a sum. With ranks a layer of
+    experts also gathers the tokens of all, and scatters the sums.
     """
     program = compiled(name, rows=64, variant=variant)
     layers = (MODELS[name].config | MODELS[name].few)["num_hidden_layers"]
     print(f"{program.kernels} kernels, {program.temporary_bytes / 2**20:.0f} MiB, {program.thunks}")
     assert program.outside == {"kCommandBuffer": 1}
-    passes = MODELS[name].stages - 1
+    passes, exchanges = MODELS[name].stages - 1, layers * (MODELS[name].ranks > 1)
     assert program.all_reduces == 2 * layers + 1 + (passes > 0) + OF_SAMPLING[variant]
     assert program.thunks["kCollectivePermute"] == passes
-    assert program.thunks["kAllGather"] == (2 if OF_SAMPLING[variant] else 1)
+    assert program.thunks["kAllGather"] == (2 if OF_SAMPLING[variant] else 1) + exchanges
+    assert program.thunks["kReduceScatter"] == exchanges
     others = {kind for kind in program.thunks if "All" in kind or "Collective" in kind or "Scatter" in kind}
-    assert others - {"kCollectivePermute"} == {"kAllReduce", "kAllGather"}
+    assert others - {"kCollectivePermute", "kReduceScatter"} == {"kAllReduce", "kAllGather"}

@@ -83,8 +83,11 @@ def test_each_way_of_multiplying_matches_a_loop_over_tokens(tokens, own, way):
 
 @pytest.mark.parametrize("way", [*WAYS, "kernel"])
 @pytest.mark.parametrize("tokens", [2, pytest.param(70, marks=pytest.mark.ci)])
-def test_shards_of_whole_experts_add_up_to_all(tokens, way, monkeypatch):
-    """Four shards with two experts each; some have no assignment, and a row of NaN spoils no other."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shards_of_whole_experts_add_up_to_all(ranks, tokens, way, monkeypatch):
+    """Four shards with two experts each, of one rank or two; some have no assignment, and a row of NaN spoils no
+    other.
+    """
     spec, mixture = _spec(bias=True, clamp=2.0)
     arrays = _arrays(spec, mixture)
     rng = np.random.default_rng(tokens)
@@ -95,7 +98,7 @@ def test_shards_of_whole_experts_add_up_to_all(tokens, way, monkeypatch):
     monkeypatch.setattr(moe, "route", lambda *_: (jnp.asarray(chosen), jnp.asarray(gates)))
     if way != "kernel":
         monkeypatch.setattr(moe, "by_tiles", lambda *given, skips: WAYS[way](*given))  # a CPU's way
-    layout = sharding.make_layout(jax.devices(), 4, divides_experts=True)
+    layout = sharding.make_layout(jax.devices(), 4 // ranks, divides_experts=True, num_ranks=ranks)
     specs = {name: layout.spec(*one.axes) for name, one in moe.declare(spec, mixture).items()}
     assert layout.sharding(*moe.declare(spec, mixture)["expert_up"].axes).shard_shape((8, 24, 20)) == (2, 24, 20)
 
@@ -103,8 +106,8 @@ def test_shards_of_whole_experts_add_up_to_all(tokens, way, monkeypatch):
         with pallas_kernels.fused_experts_by(Choice("xla") if way == "kernel" else None):
             return layout.total(moe.mix.__wrapped__(spec, mixture, arrays, x, layout), "feed_forward")
 
-    whole = PartitionSpec()
-    divided = jax.jit(layout.shard_map(partial(run, layout), (specs, whole), whole))
+    own = layout.spec("ranks")
+    divided = jax.jit(layout.shard_map(partial(run, layout), (specs, own), own))
     out, expected = divided(arrays, x), run(sharding.UNDIVIDED, arrays, jnp.asarray(x))
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
     x[1] = np.nan

@@ -140,9 +140,9 @@ def test_each_stage_has_its_layers(is_orbax: bool, tmp_path: Path) -> None:
         ({"heads": "b"}, "heads and kv_heads must be divided by the same mesh axis"),
         ({"vocab": "c"}, "the mesh has the axes"),
         ({"experts": "b"}, "experts must be divided by the mesh axis of feed_forward"),
-        ({"stages": "b"}, "rules are for heads, kv_heads, feed_forward, vocab, experts, not for"),
+        ({"stages": "b"}, "rules are for heads, kv_heads, feed_forward, vocab, experts, ranks, not for"),
     ],
 )
 def test_rules_that_cannot_be_obeyed_are_refused(rules: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout(AbstractMesh((2, 2), ("a", "b")), dict.fromkeys(RULES, "a") | rules)
+        Layout(AbstractMesh((2, 2), ("a", "b")), dict.fromkeys(RULES, "a") | {"ranks": None} | rules)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import MOST_IMAGES
+from jaxllm.config import MOST_MEDIA
 from jaxllm.media.processor import Prepared
 from jaxllm.scheduler.media import Encode, EncoderCache
 from tests.simulation.oracle import VOCABULARY, mix
@@ -58,7 +58,7 @@ def place_images(chance: random.Random, request: dict[str, Any], setting: Mappin
     if not setting["media_units"] or "text" in request or "beams" in request["params"] or chance.random() < 0.3:
         return
     images, at = [], chance.choice((0, 0, 1, 2, 3))
-    while len(images) < MOST_IMAGES and chance.random() < 0.8:
+    while len(images) < MOST_MEDIA and chance.random() < 0.8:
         length = chance.choice((1, 2, setting["media_longest"], chance.randint(1, setting["media_longest"])))
         if at + length > len(ids) - 4:
             break

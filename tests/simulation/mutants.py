@@ -238,7 +238,7 @@ HISTORY = [
     ),
     Mutant(
         "kept drafts count as forced, and are computed once more",
-        "engine.engine_core.EngineCore._step",
+        "engine.engine_core.EngineCore._commit",
         "yielded.counts, result.counts)",
         "yielded.counts)",
     ),

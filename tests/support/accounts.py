@@ -95,11 +95,12 @@ def _of_scheduler(core: Any) -> Iterator[Account]:
 
 
 def _of_engine(engine: Any) -> Iterator[Account]:
-    state = engine.scheduler.state
-    if engine._counted is state.waiting:
-        yield "waiting tokens", engine._waiting_tokens, sum(entry.num_tokens for entry in state.waiting)
-    own = [each.sequence_id for group in engine.outputs.groups.values() for each in group.sequences]
-    yield "sequences without a request", sorted({*engine.outputs.sequences} - {*own}), []
+    for rank in getattr(engine, "ranks", (engine,)):
+        state = rank.scheduler.state
+        if rank._counted is state.waiting:
+            yield "waiting tokens", rank._waiting_tokens, sum(entry.num_tokens for entry in state.waiting)
+        own = [each.sequence_id for group in rank.outputs.groups.values() for each in group.sequences]
+        yield "sequences without a request", sorted({*rank.outputs.sequences} - {*own}), []
 
 
 ACCOUNTS: dict[str, Callable[[Any], Iterator[Account]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +11,8 @@ from typing import Any, cast
 from jaxllm.engine.features.feature import Features
 from jaxllm.engine.features.weights.rows import WeightStates, check_tags, check_version
 from jaxllm.engine.life_cycle import PauseMode
-from jaxllm.engine.output_processor import OutputProcessor
 from jaxllm.errors import UnavailableError, UserError
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.runner.model_runner import Runner
 from jaxllm.runner.residence import KV_CACHE, WEIGHTS
 from jaxllm.runner.weight_update import WeightUpdate
@@ -31,13 +30,20 @@ class WeightCalls(ABC):
     """
 
     features: Features
-    outputs: OutputProcessor
     runner: Runner
     held: str | None
 
     @abstractmethod
     def recompute(self) -> None:
         """Clear all caches; running requests return to the queue with their tokens."""
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> Collection[str]:
+        """The ids of requests, for `abort_requests`."""
+
+    @abstractmethod
+    def abort_requests(self, requests: Sequence[tuple[str, FinishReason]]) -> list[RequestOutput]: ...
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool: ...
@@ -62,7 +68,7 @@ class WeightCalls(ABC):
             raise UserError(f"mode must be abort, wait or keep, got {mode!r:.80}.", "mode")
         outputs: list[RequestOutput] = []
         if mode == "abort":
-            outputs = self.outputs.abort([(name, "abort") for name in self.outputs.groups])
+            outputs = self.abort_requests([(name, "abort") for name in self.unfinished])
         while mode == "wait" and self.has_unfinished_requests():
             outputs += self.step()
         self.weights.is_paused = True
