@@ -21,6 +21,7 @@ from training.questions import Score
 from training.spoken import HELD_OUT_ACCENT, SPEAKERS, Spoken, held_out
 
 PHRASES = 600
+NEAR = 0.1
 MAIN = "held out"
 # Guaranteed rates.
 PROMISED: dict[str, float] = {MAIN: 0.95}
@@ -61,6 +62,25 @@ def rate(spoken: Sequence[Spoken], texts: Sequence[str]) -> dict[str, float | in
     return {"rate": round(1 - errors / words, 4), "right": words - errors, "asked": words}
 
 
+def times(spoken: Sequence[Spoken], timed: Sequence[Transcription]) -> Score:
+    """Return how many ends of segments and beginnings of words are less than `NEAR` seconds from those spoken.
+
+    Only texts that are right count.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"ends of segments": [], "beginnings of words": []}
+    for each, made in zip(spoken, timed, strict=True):
+        if made.text != each.text or len(made.segments) > 1:
+            continue
+        due, segment = each.recorded.words, made.segments[0]
+        found["ends of segments"].append((segment.end, due[-1].end))
+        found["beginnings of words"] += [(own.start, word.start) for own, word in zip(made.words, due, strict=True)]
+    scores: Score = {}
+    for name, pairs in found.items():
+        right = sum(abs(own - due) < NEAR for own, due in pairs)
+        scores[name] = {"rate": round(right / max(1, len(pairs)), 4), "right": right, "asked": len(pairs)}
+    return scores
+
+
 def evaluate(llm: LLM, seed: int, phrases: int, shows: bool = False) -> Score:
     """Return the rates of right words by part, and of right phrases."""
     scores: Score = {}
@@ -70,8 +90,9 @@ def evaluate(llm: LLM, seed: int, phrases: int, shows: bool = False) -> Score:
         scores[name] = rate(spoken, texts)
         if name != MAIN:
             continue
-        timed = transcribe(llm, [each.recorded.samples for each in spoken], timestamps=True)
+        timed = transcribe(llm, [each.recorded.samples for each in spoken], timestamps=True, words=True)
         scores["with timestamps"] = rate(spoken, [each.text for each in timed])
+        scores |= times(spoken, timed)
         for kind in KINDS:
             own = [number for number, each in enumerate(spoken) if each.kind == kind]
             if own:

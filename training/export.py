@@ -268,6 +268,7 @@ def write_recogniser(model: recogniser.Recogniser, tokenizer: Tokenizer, folder:
         "no_timestamps_token_id": ids.no_times,
         "suppress_tokens": [ids.start, ids.language, ids.task, ids.no_speech],
         "begin_suppress_tokens": [],
+        "alignment_heads": [[shape.decoder_layers - 1, recogniser.READ_HEAD]],
         "return_timestamps": False,
         "max_length": shape.tokens,
     }

@@ -18,6 +18,8 @@ from training.spoken import NUM_MELS, POSITIONS
 MOST_WORDS = 20  # of a window
 # The heads of a position: the word that is spoken there, or none, and its index in the window.
 HEADS: tuple[int, ...] = (1 + len(WORDS), MOST_WORDS)
+# Heads of the decoder's last layer: they attend to the token to be written, and to the one before.
+WRITTEN_HEAD, READ_HEAD = 0, 1
 
 
 class Shape(NamedTuple):

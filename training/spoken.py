@@ -4,10 +4,14 @@ Needs the shared library of the Debian package espeak-ng 1.51. One seed gives th
 same phrases in the same order. Sound is float32 at 16 kHz; times are in seconds.
 """
 
+import argparse
 import ctypes
+import io
 import itertools
 import random
+import wave
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -333,3 +337,32 @@ def held_out_windows(seed: int, count: int) -> list[Window]:
     """Return the windows of held-out recordings."""
     mel = LogMel(NUM_MELS, NUM_FRAMES)
     return [next(windows_of(mel, each.recorded, random.Random(0))) for each in held_out(seed, count)]
+
+
+def wav_of(samples: np.ndarray) -> bytes:
+    """Return a WAV file of 8 bits, the smallest that the engine reads."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setnchannels(1)
+        written.setsampwidth(1)
+        written.setframerate(RATE)
+        written.writeframes(np.clip(np.rint(samples * 128 + 128), 0, 255).astype(np.uint8).tobytes())
+    return file.getvalue()
+
+
+def main() -> None:
+    """Write held-out recordings, and their texts, to a folder."""
+    parser = argparse.ArgumentParser(prog="python -m training.spoken", description="Speak held-out phrases.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write WAV and text files to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--phrases", type=int, default=1, help="of a recording, with pauses (default: 1)")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for number, each in enumerate(held_out(options.seed, options.count, phrases=options.phrases)):
+        (options.out / f"{number}.wav").write_bytes(wav_of(each.recorded.samples))
+        (options.out / f"{number}.txt").write_text(f"{each.text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -22,18 +22,17 @@ from training import dictation
 from training.dictation import Batch, Ids, Pool, batch_of, draw_pool
 from training.export import round_to_bfloat16, write_recogniser
 from training.phrases import word_errors
-from training.recogniser import HEADS, Recogniser, Shape, greedy, hugging_face_weights
+from training.recogniser import HEADS, READ_HEAD, WRITTEN_HEAD, Recogniser, Shape, greedy, hugging_face_weights
 from training.spoken import Espeak, Speaker, held_out_windows
 from training.train import falling_rate, load_state, make_optimizer, save_state
 
 WINDOWS = 24_000
-STEPS = 1500
+STEPS = 2200
 CONSTANT = 700  # steps before the rate falls
 ROWS = 32
 PEAK_RATE = 3e-3
-WRITTEN_HEAD, READ_HEAD = 0, 1  # of the last layer: attend to the token to be written, and to the one before
 SAVE_SECONDS = 60
-CHECK_EVERY = 100
+CHECK_EVERY = 200
 
 
 def loss_of(model: Recogniser, batch: Batch) -> tuple[jax.Array, jax.Array]:

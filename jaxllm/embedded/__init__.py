@@ -13,6 +13,7 @@ SHIPPED: dict[str, Path] = {
     "jaxllm-embedded": MODEL_DIR,
     "jaxllm-embedder": EMBEDDER_DIR,
     "jaxllm-shapes": SHAPES_DIR,
+    "jaxllm-speech": SPEECH_DIR,
 }
 # LoRA adapters of the model, by request name.
 ADAPTERS: dict[str, Path] = {name: Path(__file__).resolve().parent / name for name in ("pirate", "tools")}
