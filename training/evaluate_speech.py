@@ -44,7 +44,7 @@ PARTS: dict[str, Part] = {
 
 
 def transcribe(llm: LLM, sounds: Sequence[np.ndarray], **asked: Any) -> list[Transcription]:
-    """Return what `jaxllm transcribe` makes of sounds."""
+    """Transcribe sounds, as `jaxllm transcribe` does."""
     model = llm.engine.model
     rules = rules_of(model)
     assert rules is not None and model.sources is not None and model.sources.sound is not None

@@ -1,4 +1,4 @@
-"""The recogniser: its phrases, windows and rows of tokens, and what the trained model writes."""
+"""The recogniser: its phrases, windows and rows of tokens, and transcriptions by the trained model."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ TWO = words_at(("up", 2.0, 2.2, 1))
     ],
 )
 def test_rows_are_what_the_engine_reads_and_writes(words: list[Word], cut: Word | None, is_cut: bool, due: str) -> None:
-    """Test the outputs and what the decoder should attend to, with times and without."""
+    """Test outputs and spans of attention, with times and without."""
     tokenizer, engine = Tokenizer.from_file(str(SPEECH_DIR / "tokenizer.json")), load_tokenizer(SPEECH_DIR)
     assert tokenizer.to_str() == dictation.train_tokenizer().to_str()
     ids, bands = Ids(tokenizer), np.zeros((spoken.NUM_MELS, spoken.NUM_FRAMES), np.float16)
