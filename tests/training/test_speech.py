@@ -159,7 +159,8 @@ def test_word_errors() -> None:
 def test_the_network_is_the_engines(tmp_path: Path) -> None:
     """Test random weights: the engine's tokens are those of the network that is trained."""
     tokenizer = dictation.train_tokenizer()
-    ids, model = Ids(tokenizer), Recogniser(Shape(tokenizer.get_vocab_size()), nnx.Rngs(4))
+    shape = Shape(tokenizer.get_vocab_size(), width=32, heads=2, encoder_layers=1, decoder_layers=1, inner=64)
+    ids, model = Ids(tokenizer), Recogniser(shape, nnx.Rngs(4))
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if leaf.ndim == 2 and "embed_tokens" not in path:  # else the outputs repeat one token
             leaf[...] = 3 * leaf[...]
