@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE =
 # A file's fixtures are made once. Files in the order of tests/conftest.py, and not in xdist's own, by number of tests.
 BY_FILE = -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help run lines features test test-ci test-slow test-optimized fuzz soak overload simulate release check prose format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle train-shapes clean
+.PHONY: help run lines features test test-ci test-slow test-optimized fuzz soak overload simulate release check prose format parity gpu-aot flashinfer gpu-check golden proto clients ray bench notebooks train-embedded train-adapter train-tools train-embedder train-eagle train-shapes train-speech clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -144,6 +144,10 @@ train-eagle: $(VENV)/.dev  ## train the embedded model's EAGLE-3 head again: ten
 train-shapes: $(VENV)/.dev  ## train the model of coloured shapes again: half an hour of one core
 	$(VENV)/bin/python -m training.train_shapes --out jaxllm/embedded/shapes --seed 0
 	$(VENV)/bin/python -m training.evaluate_shapes
+
+train-speech: $(VENV)/.dev  ## train the recogniser of speech again, with espeak-ng: an hour of one core
+	$(VENV)/bin/python -m training.train_speech --out jaxllm/embedded/speech --seed 0
+	$(VENV)/bin/python -m training.evaluate_speech
 
 clean:  ## delete environments, caches and builds
 	rm -rf $(VENV) $(PARITY_VENV) $(GPU_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(RAY_VENV) .cache build *.egg-info

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from training import captioner, corpus, encoder, talks
+from jaxllm.media.sound import HOP, RATE, WINDOW
+from training import captioner, corpus, dictation, encoder, recogniser, spoken, talks
 from training.network import Llama, Shape, hugging_face_weights
 from training.packing import END_OF_TEXT_ID, TURN_END_ID
 
@@ -205,6 +206,90 @@ def write_captioner(model: captioner.Captioner, tokenizer: Tokenizer, folder: Pa
     write_json(folder / "preprocessor_config.json", talks.processor_settings(model.vision.shape))
     write_json(folder / "processor_config.json", processor)
     write_json(folder / "generation_config.json", generation | {"temperature": 0.0})
+
+
+def recogniser_config(shape: recogniser.Shape, ids: dictation.Ids) -> dict[str, Any]:
+    """Return config.json of the network."""
+    return {
+        "architectures": ["WhisperForConditionalGeneration"],
+        "model_type": "whisper",
+        "vocab_size": shape.vocabulary,
+        "num_mel_bins": shape.mels,
+        "d_model": shape.width,
+        "encoder_layers": shape.encoder_layers,
+        "encoder_attention_heads": shape.heads,
+        "encoder_ffn_dim": shape.inner,
+        "decoder_layers": shape.decoder_layers,
+        "decoder_attention_heads": shape.heads,
+        "decoder_ffn_dim": shape.inner,
+        "max_source_positions": shape.positions,
+        "max_target_positions": shape.tokens,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "decoder_start_token_id": ids.start,
+        "bos_token_id": ids.end,
+        "eos_token_id": ids.end,
+        "pad_token_id": ids.end,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_recogniser(model: recogniser.Recogniser, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write config, weights in bfloat16, tokenizer and preprocessing to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: np.ascontiguousarray(value.astype(jnp.bfloat16))
+        for name, value in recogniser.hugging_face_weights(model).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shape, ids = model.encoder.shape, dictation.Ids(tokenizer)
+    tokens = {
+        "tokenizer_class": "WhisperTokenizer",
+        **{f"{name}_token": dictation.END for name in ("bos", "eos", "unk", "pad")},
+        "additional_special_tokens": list(dictation.MARKERS),
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": shape.tokens,
+        "processor_class": "WhisperProcessor",
+    }
+    generation = {
+        "bos_token_id": ids.end,
+        "eos_token_id": ids.end,
+        "pad_token_id": ids.end,
+        "decoder_start_token_id": ids.start,
+        "is_multilingual": True,
+        "lang_to_id": {dictation.LANGUAGE: ids.language},
+        "task_to_id": {"transcribe": ids.task},
+        "no_timestamps_token_id": ids.no_times,
+        "suppress_tokens": [ids.start, ids.language, ids.task, ids.no_speech],
+        "begin_suppress_tokens": [],
+        "alignment_heads": [[shape.decoder_layers - 1, recogniser.READ_HEAD]],
+        "return_timestamps": False,
+        "max_length": shape.tokens,
+    }
+    preprocessing = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "processor_class": "WhisperProcessor",
+        "feature_size": shape.mels,
+        "sampling_rate": RATE,
+        "hop_length": HOP,
+        "n_fft": WINDOW,
+        "chunk_length": int(spoken.WINDOW_SECONDS),
+        "n_samples": spoken.NUM_FRAMES * HOP,
+        "nb_max_frames": spoken.NUM_FRAMES,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": False,
+    }
+    write_json(folder / "config.json", recogniser_config(shape, ids))
+    write_json(folder / "generation_config.json", generation)
+    write_json(folder / "preprocessor_config.json", preprocessing)
+    write_json(folder / "tokenizer_config.json", tokens)
 
 
 def write_json(path: Path, value: Any) -> None:

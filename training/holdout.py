@@ -49,3 +49,8 @@ def asking_held_out(question: str) -> bool:
 def picture_held_out(arrangement: str) -> bool:
     """Return whether pictures with this arrangement of shapes are held out for the evaluation."""
     return bucket(f"picture:{arrangement}", 20) == 0
+
+
+def phrase_held_out(text: str) -> bool:
+    """Return whether this spoken phrase is held out for the evaluation; one of one or two words never is."""
+    return text.count(" ") >= 2 and bucket(f"phrase:{text}", 8) == 0

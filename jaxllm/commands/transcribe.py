@@ -1,6 +1,6 @@
 """`jaxllm transcribe`: write the words of files of sound with a model such as Whisper.
 
-Windows of 30 s follow each other within a file, those of different files run in one batch.
+Windows, Whisper's of 30 s, follow each other within a file, those of different files run in one batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.commands.arguments import Subparsers, UsageError, add_model, engine_config, new_command
+from jaxllm.commands.arguments import Subparsers, add_model, engine_config, new_command
 from jaxllm.commands.flags import add_engine_flags
 from jaxllm.commands.session import add_verbose, open_llm
 from jaxllm.errors import UserError
@@ -28,8 +28,8 @@ def add(commands: Subparsers) -> None:
     parser = new_command(commands, "transcribe", run, "write the words of files of sound")
     parser.description = (
         "Write the words of files of sound, by a model such as Whisper: WAV, and with soundfile FLAC, OGG and MP3. "
-        "Files longer than the encoder reads (30 s) are read in windows, each from the end of the last whole segment "
-        "on."
+        "Files longer than the encoder reads (Whisper's 30 s) are read in windows, each from the end of the last whole "
+        "segment on."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a file of sound, of any rate")
     parser.add_argument("--language", metavar="CODE", help="language, as 'en' (default: that of a file's beginning)")
@@ -42,15 +42,14 @@ def add(commands: Subparsers) -> None:
         default="text",
         help="the words alone, subtitles, or a line of JSON for each segment (default: text)",
     )
-    add_model(parser, "none")
+    add_model(parser, "the small recogniser in jaxllm, of a hundred English words")
     add_verbose(parser)
     add_engine_flags(parser.add_argument_group("engine"), has_sampling=False, skipped={"task"})
 
 
 def run(options: dict[str, Any]) -> int:
     """Print the text of each file; return 1 if one failed."""
-    if options["model"] is None:
-        raise UsageError("no model: give one whose encoder reads sound, for example --model openai/whisper-small")
+    options["model"] = options["model"] or "jaxllm-speech"
     engine_config(options)
     files = list(dict.fromkeys(options["files"]))
     sounds = [_read(file) for file in files]  # raises before the model loads

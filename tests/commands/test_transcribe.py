@@ -79,7 +79,6 @@ def test_files_are_transcribed(
 @pytest.mark.parametrize(
     ("arguments", "code", "why"),
     [
-        (["{wav}"], 2, "no model"),
         (["{text}", "--model", "x"], 1, "b.wav: The file is no"),
         (["{missing}", "--model", "x"], 1, "No such file"),
         (["{wav}", "--model", "x", "--format", "ass"], 2, "choose from"),

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM
+from jaxllm.embedded import SPEECH_DIR
 from jaxllm.engine.features.speech import offline
 from jaxllm.engine.features.speech.rules import rules_of
 from jaxllm.engine.features.speech.transcription import Asked, Transcription, text_before
-from tests.support.seq2seq_models import FIRST_TIME, NUM_FRAMES, NUM_MELS, SUPPRESSED, WINDOW, write_whisper
+from jaxllm.media.sound_files import read_sound
+from tests.support.paths import ROOT
+from tests.support.seq2seq_models import FIRST_TIME, NUM_FRAMES, SUPPRESSED, WINDOW, write_whisper
 from tests.support.sizes import SLOTS
 
 pytestmark = pytest.mark.parity
@@ -29,7 +32,7 @@ class Peer:
         self.torch = torch
         torch.set_num_threads(1)  # its threads wait for each other on a machine with other work
         self.model: Any = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-        self.extractor: Any = WhisperFeatureExtractor(feature_size=NUM_MELS)
+        self.extractor: Any = WhisperFeatureExtractor(feature_size=self.model.config.num_mel_bins)
 
     def segments(self, samples: np.ndarray, asked: Asked) -> tuple[list[tuple[list[int], float, float]], list[float]]:
         """Return tokens and times of segments, and times of tokens."""
@@ -91,3 +94,35 @@ def test_segments_equal_transformers(times: float, timed: bool, tmp_path: Path) 
         np.testing.assert_allclose(*zip(*times_found, strict=True), atol=1e-6)
         assert len({round(own, 2) for own, _ in times_found}) > 1
     assert not timed or max(len(job.segments) for _, _, job in jobs) > 3
+
+
+def test_the_recogniser_equals_transformers() -> None:
+    """Test the included model on spoken phrases and on its example of two windows: tokens and times."""
+    from transformers import WhisperProcessor
+
+    peer, processor = Peer(SPEECH_DIR), WhisperProcessor.from_pretrained(SPEECH_DIR)
+    files = [*sorted((ROOT / "tests/training/spoken").glob("*.wav")), SPEECH_DIR / "example.wav"]
+    with LLM(str(SPEECH_DIR), **SLOTS) as llm:
+        model = llm.engine.model
+        rules = rules_of(model)
+        assert rules is not None and model.sources is not None and model.sources.sound is not None
+        sound = model.sources.sound
+        jobs = []
+        for file in files:
+            samples = read_sound(file.read_bytes())
+            for timed in (True,) if len(samples) > sound.num_samples else (True, False):
+                asked = Asked(language="en", timestamps=timed)
+                jobs.append((samples, asked, Transcription(model, rules, sound.recording(samples), asked)))
+        assert not offline.run(llm.engine, [job for _, _, job in jobs])
+    for samples, asked, job in jobs:
+        padded = np.pad(samples, (0, max(0, sound.num_samples - len(samples))))
+        due, _ = peer.segments(padded, asked)
+        assert [list(each.ids) for each in job.segments] == [ids for ids, _, _ in due], asked
+        texts = processor.batch_decode([ids for ids, _, _ in due], skip_special_tokens=True)
+        assert job.text == "".join(texts).strip()
+        if asked.timestamps:
+            found = [(each.start, each.end) for each in job.segments]
+            np.testing.assert_allclose(found, [(start, end) for _, start, end in due], atol=1e-6)
+        features = processor(padded, sampling_rate=16000, return_tensors="np", truncation=False).input_features[0]
+        np.testing.assert_allclose(sound.recording(samples).bands, features, atol=1e-5)
+    assert len(files) == 4 and max(len(job.segments) for _, _, job in jobs) == 2

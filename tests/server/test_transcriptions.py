@@ -16,6 +16,7 @@ import pytest
 
 from jaxllm import LLM
 from jaxllm.config import EngineConfig
+from jaxllm.embedded import SPEECH_DIR
 from jaxllm.engine.features.speech import offline
 from jaxllm.engine.features.speech.rules import rules_of
 from jaxllm.engine.features.speech.transcription import Asked, Transcription, text_before
@@ -189,3 +190,24 @@ def test_other_bodies_are_refused(site: ServerThread) -> None:
     assert "at most 64 parts" in httpx.post(url, content=many, headers=head).json()["error"]["message"]
     assert httpx.post(url, content=b"x" * 500_000, headers=head).status_code == 413
     assert json.loads(httpx.get(f"{site.url}/health").content or b"{}") is not None
+
+
+def test_the_included_recogniser_is_served() -> None:
+    """The example of the package, whole, in segments and words, and as it grows."""
+    config = EngineConfig(model="jaxllm-speech", **SLOTS)
+    site, example = ServerThread(config, ServerOptions(port=0, grpc_port=0)), SPEECH_DIR / "example.wav"
+    phrases = "set the alarm for two thirty on thursday", "switch off the fan in the bedroom"
+    text = " ".join(phrases)
+    try:
+        with openai.OpenAI(base_url=f"{site.url}/v1", api_key="x", max_retries=0) as client:
+            options: Any = {"model": "jaxllm-speech", "file": example}
+            ask = client.audio.transcriptions.create
+            assert ask(**options).text == text
+            made: Any = ask(**options, response_format="verbose_json", timestamp_granularities=["word", "segment"])
+            assert made.language == "en" and [word.word for word in made.words] == text.split()
+            assert [segment.text.strip() for segment in made.segments] == [*phrases]
+            assert made.segments[0].no_speech_prob < 0.1
+            events = list(ask(**options, stream=True))
+            assert events[-1].text == text and events[0].type == "transcript.text.delta"
+    finally:
+        site.close()
