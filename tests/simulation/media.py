@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -198,8 +198,15 @@ class Encoder:
 class Processor:
     """A simulated image processor: an image is a pair of its tokens and its number."""
 
+    kind = noun = "image"
     placeholder = PLACEHOLDER
     video = None
+
+    def listed(self, given: Any) -> list[Any]:
+        return list(given)
+
+    def pieces(self, image: Prepared) -> Iterator[tuple[int, Prepared]]:
+        yield 0, image
 
     def prepare(self, images: Sequence[Any]) -> list[Prepared]:
         """Return the images with their digests."""
