@@ -49,7 +49,7 @@ def test_outputs_equal_those_of_transformers(llm: LLM) -> None:
         outputs = llm.generate(prompts(), replace(GREEDY, logprob_token_ids=list(range(8))), use_tqdm=False)
         assert tokens(outputs) == GOLDEN["qwen2_audio"]["tokens"]
     assert metrics.sounds_encoded == 7 and not metrics.images_encoded  # of different content
-    assert sum(output.num_cached_tokens for output in outputs) > 100
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 100
     for due, output in zip(GOLDEN["qwen2_audio"]["logits"], outputs, strict=True):
         logprobs: Any = output.outputs[0].logprobs
         found = np.array([logprobs[0][token].logprob for token in range(8)])
