@@ -123,6 +123,28 @@ def test_a_failed_step_is_computed_again(at: str, engine: RankedEngine, monkeypa
 
 
 @pytest.mark.ci
+def test_the_largest_request_of_all_ranks_ends_when_memory_is_exhausted(
+    engine: RankedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due, failures = run(engine, range(4)), [True] * 3
+    whole = engine.runner.dispatch_all
+
+    def failing(*given: Any) -> Any:
+        if failures:
+            failures.pop()
+            raise MemoryError("planted")
+        return whole(*given)
+
+    monkeypatch.setattr(engine.runner, "dispatch_all", failing)
+    for number in range(4):
+        asked = prompt(number) if number != 1 else prompt(number, 27)
+        engine.add_request(str(number), asked, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+    assert "1" in engine.ranks[1].unfinished
+    found = finish(engine)
+    assert found.pop(1) == [] and found == {number: due[number] for number in (0, 2, 3)}
+
+
+@pytest.mark.ci
 def test_a_prompt_goes_where_its_blocks_are(engine: RankedEngine) -> None:
     engine.reset_prefix_cache()
     long = {"prompt_token_ids": [5] * 41}
