@@ -212,7 +212,7 @@ $(GPU_VENV)/.gpu: pyproject.toml tests/gpu/requirements.txt
 # torch comes first and pinned: anything that only asks for "torch" would bring gigabytes of CUDA.
 $(PARITY_VENV)/.parity: pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(PARITY_VENV)
-	$(PIP_QUIET) $(PARITY_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0
+	$(PIP_QUIET) $(PARITY_VENV)/bin/python $(PIP_INSTALL) torch==2.13.0 torchvision==0.28.0
 	$(PIP_QUIET) $(PARITY_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[dev,parity]"
 	$(PARITY_VENV)/bin/python -c '$(SERVER_PATH)'
 	touch $@

@@ -26,8 +26,9 @@ Quantization = Literal["int8", "fp8", "int4"]
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"]
 PreemptionMode = Literal["recompute", "swap"]
 RunnerKind = Literal["auto", "generate", "pooling"]
-MEDIA = "image", "audio"
+MEDIA = "image", "audio", "video"
 MOST_MEDIA = 16  # of each kind
+MOST_VIDEOS = 4
 PoolingType = Literal["CLS", "LAST", "MEAN"]
 
 
@@ -127,7 +128,9 @@ class EngineConfig:
         None, "maximum adapters in the host's memory while no request uses them (default: --max-loras)"
     )
     limit_mm_per_prompt: Mapping[str, int] | None = setting(
-        None, "maximum images, or sounds, of a request, as '{\"image\": 4}' or '{\"audio\": 4}' (default: 16)", "JSON"
+        None,
+        'maximum images, videos or sounds of a request, as \'{"image": 4, "video": 0}\' (default: 16, videos 4)',
+        "JSON",
     )
     mm_processor_kwargs: Mapping[str, Any] | None = setting(
         None, "replacements of settings in preprocessor_config.json, as '{\"max_pixels\": 1003520}'", "JSON"
@@ -283,6 +286,10 @@ class EngineConfig:
         """Return the most images or sounds of a request; `kind` is of `MEDIA`."""
         return (self.limit_mm_per_prompt or {}).get(kind, MOST_MEDIA)
 
+    @property
+    def most_videos(self) -> int:
+        return (self.limit_mm_per_prompt or {}).get("video", MOST_VIDEOS)
+
     def cache_dir(self) -> Path:
         """Return the folder of compiled programs: the setting, `$JAXLLM_CACHE_DIR`, or the user's cache folder."""
         if self.compilation_cache_dir is not None:
@@ -304,7 +311,8 @@ class EngineConfig:
 def _check_media_limits(given: Any) -> None:
     if not isinstance(given, Mapping) or given.keys() - {*MEDIA}:
         raise UserError(
-            f"limit_mm_per_prompt must be {{'image' or 'audio': a number}}, got {given!r:.80}.", "limit_mm_per_prompt"
+            f"limit_mm_per_prompt must be {{'image', 'video' or 'audio': a number}}, got {given!r:.80}.",
+            "limit_mm_per_prompt",
         )
     for kind, most in given.items():
         if type(most) is not int or not 0 <= most <= 999:

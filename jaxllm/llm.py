@@ -21,6 +21,7 @@ from jaxllm.fleet.offline import FleetEngine
 from jaxllm.lora_request import LoRARequest
 from jaxllm.media.messages import take_images, with_images
 from jaxllm.media.sources import Sources
+from jaxllm.media.video_messages import take_videos, with_videos
 from jaxllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -135,6 +136,7 @@ class LLM(OfflineWeightCalls):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, with the chat template of the model or adapter."""
@@ -152,22 +154,34 @@ class LLM(OfflineWeightCalls):
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                mm_processor_kwargs=mm_processor_kwargs,
             )
             for conversation, adapter in zip(conversations, adapters, strict=True)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=adapters)
 
     def chat_prompt(
-        self, messages: Sequence[Message], *, lora_request: LoRARequest | None = None, **template_args: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        lora_request: LoRARequest | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        **template_args: Any,
     ) -> dict[str, Any]:
-        """Render a conversation as a prompt with token ids and media; arguments as in `Tokenizer.encode_chat`."""
+        """Render a conversation as a prompt with token ids and media.
+
+        `mm_processor_kwargs` choose frames of videos; others as in `Tokenizer.encode_chat`.
+        """
         model, config = self.engine.model_of(lora_request), self.engine.config
         sources = Sources(config.allowed_media_domains, config.allowed_local_media_path)
+        options = mm_processor_kwargs or {}
+        messages, videos = take_videos(messages, model.processor, sources, config.most_videos, options)
         most = 0 if model.processor is None else config.most_media(model.processor.kind)
-        messages, images = take_images(messages, model.processor, sources, most)
+        messages, images = take_images(messages, model.processor, sources, most, videos)
         marks = {"image_marks": model.image_marks} if images else {}
         text, ids = model.tokenizer.encode_chat(messages, **marks, **template_args)
-        return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
+        prompt = with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
+        return with_videos(prompt, videos, model.processor, model.tokenizer)
 
     def beam_search(
         self,

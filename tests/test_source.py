@@ -149,7 +149,7 @@ IMPORTED_AS = {
     "safetensors": ("safetensors",),
 }
 # Imported if installed, and never required: a server's --grpc-channelz.
-OPTIONAL = {"grpc_channelz", "PIL", "soundfile"}
+OPTIONAL = {"grpc_channelz", "PIL", "av", "soundfile"}
 
 
 def undeclared_imports(tree: ast.Module, file: str) -> Findings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from jaxllm.errors import UserError
 from jaxllm.families.families import read_encoder, read_images, read_spec
 from jaxllm.families.family import Encoder, Family, Images
 from jaxllm.families.seq2seq_families import LOGIT_BIAS
+from jaxllm.media.patches import PatchProcessor, video_processor
 from jaxllm.media.processor import Processor
+from jaxllm.media.videos import OWN
 from jaxllm.model.head import Head
+from jaxllm.model.patch_vision import PatchVisionSpec
 from jaxllm.model.spec import Spec
 
 
@@ -46,6 +49,7 @@ def describe(
     runner: str = "auto",
     pooler_config: Mapping[str, Any] | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
+    most_videos: int = 0,
 ) -> Described:
     """Read a model's config and pooler; further arguments are fields of `EngineConfig`."""
     config = read_config(folder)
@@ -57,7 +61,10 @@ def describe(
         raise UserError(
             "mm_processor_kwargs is for models that read images or sound; leave it out.", "mm_processor_kwargs"
         )
-    processor = None if images is None else _processor(folder, images, mm_processor_kwargs or {})
+    processor = None if images is None else _processor(folder, images, mm_processor_kwargs or {}, most_videos)
+    if images is not None and video_processor(processor) is not None:
+        assert isinstance(images.spec, PatchVisionSpec)
+        images = images._replace(spec=replace(images.spec, reads_videos=True))
     encoder = read_encoder(config, family)
     if encoder is not None:
         _check_logit_bias(folder, family)
@@ -73,10 +80,18 @@ def _check_logit_bias(folder: Path, family: Family) -> None:
             raise UserError(f"{tensor.file.name}: {name} is not zero, which is not supported.", "model")
 
 
-def _processor(folder: Path, images: Images, replaced: Mapping[str, Any]) -> Processor:
+def _processor(folder: Path, images: Images, replaced: Mapping[str, Any], most_videos: int) -> Processor:
     settings = read_object(folder, "preprocessor_config.json")
     if settings is None:  # of transformers 5
         settings = (read_object(folder, "processor_config.json") or {}).get(images.section)
     if not isinstance(settings, Mapping):
         raise UserError(f"{folder} has no preprocessor_config.json, which describes the preprocessing.", "model")
-    return images.processor({**settings, **replaced})
+    if images.videos is None or not most_videos:
+        return images.processor({**settings, **replaced})
+    processor = images.processor({**settings, **{key: replaced[key] for key in replaced.keys() - OWN}})
+    of_videos = (read_object(folder, "processor_config.json") or {}).get("video_processor")
+    of_videos = of_videos or read_object(folder, "video_preprocessor_config.json") or settings  # transformers' order
+    if not isinstance(of_videos, Mapping):
+        raise UserError(f"{folder}: video_processor of processor_config.json must be an object.", "model")
+    assert isinstance(processor, PatchProcessor)
+    return replace(processor, videos=images.videos({**of_videos, **replaced}))

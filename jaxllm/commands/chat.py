@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
 
 CHAT_TOKENS = 1024
-_MEDIA = "image", "audio"
+_MEDIA = "image", "audio", "video"
 _NO_FLAGS = {"n", "logprobs", "prompt_logprobs", "logprob_token_ids"}  # only one text is shown
 CHAT_HELP = """\
 /clear   forget the conversation (the system prompt stays)
@@ -39,6 +39,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--audio", action="append", default=[], metavar="FILE", help="a sound for the first message; may be repeated"
     )
+    parser.add_argument(
+        "--video", action="append", default=[], metavar="FILE", help="a video for the first message; may be repeated"
+    )
     add_model(parser)
     add_verbose(parser)
     add_request_flags(parser, CHAT_TOKENS, skipped=_NO_FLAGS)
@@ -54,14 +57,17 @@ def run(options: dict[str, Any]) -> int:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         _enable_line_editing()
+    from jaxllm.media.patches import video_processor
+
     with open_llm(options, precompile="background") as llm:  # compiling takes a minute on a GPU
         params = replace(llm.get_default_sampling_params(), **from_flags)
         _check_template(llm, system, further)
         processor = llm.engine.model.processor
-        read = None if processor is None else processor.kind
-        unread = next((kind for kind in _MEDIA if options[kind] and kind != read), None)
+        read = set() if processor is None else {processor.kind}
+        read |= set() if video_processor(processor) is None else {"video"}
+        unread = next((kind for kind in _MEDIA if options[kind] and kind not in read), None)
         if unread is not None:
-            noun = {"image": "images", "audio": "sound"}[unread]
+            noun = {"image": "images", "audio": "sound", "video": "videos"}[unread]
             raise UserError(f"{options['model'] or 'The model'} reads no {noun}; leave --{unread} out.", unread)
         history: list[dict[str, Any]] = list(system)
         if is_terminal:
@@ -91,10 +97,10 @@ def _check_template(llm: LLM, system: list[dict[str, str]], further: Mapping[str
 
 
 def _part(kind: str, path: Path) -> dict[str, Any]:
-    """Return a message's part for a file; `kind` is "image" or "audio"."""
-    from jaxllm.media import images, sound_files
+    """Return a message's part for a file; `kind` is of `_MEDIA`."""
+    from jaxllm.media import films, images, sound_files
 
-    most = images.MOST_BYTES if kind == "image" else sound_files.MOST_BYTES
+    most = {"image": images, "audio": sound_files, "video": films}[kind].MOST_BYTES
     try:
         with path.expanduser().open("rb") as file:
             data: Any = file.read(most + 1)
@@ -102,6 +108,8 @@ def _part(kind: str, path: Path) -> dict[str, Any]:
         raise UserError(f"--{kind}: {path} cannot be read: {error.strerror}.", kind) from None
     if kind == "image":
         data = images.decode(data, f"--{kind}: {path}", kind)
+    if kind == "video":
+        films.read_film(data, f"--{kind}: {path}", kind)
     return {"type": kind, kind: data}
 
 

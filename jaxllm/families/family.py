@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from jaxllm.families.config_fields import Fields
 from jaxllm.families.stored_formats import StoredFormat
 from jaxllm.media.processor import Processor
+from jaxllm.media.videos import VideoProcessor
 from jaxllm.model.head import Head
 from jaxllm.model.spec import Spec
 from jaxllm.model.tower import Tower
@@ -59,6 +60,7 @@ class Images(NamedTuple):
     processor: Callable[[Mapping[str, Any]], Processor]
     is_bidirectional: bool = False  # the tokens of an image attend to each other
     section: str = "image_processor"  # of processor_config.json
+    videos: Callable[[Mapping[str, Any]], VideoProcessor] | None = None
 
 
 class Encoder(NamedTuple):

@@ -14,6 +14,7 @@ from jaxllm.families.dense_families import DENSE
 from jaxllm.families.family import LLAMA_TENSORS, Family, Images, named
 from jaxllm.families.vision_families import TOWER_WITHOUT_EFFECT, tower_activation
 from jaxllm.media.patches import read_patches
+from jaxllm.media.videos import PAIR, read_videos
 from jaxllm.model.patch_vision import PatchVisionSpec
 from jaxllm.model.spec import Spec
 
@@ -87,7 +88,6 @@ def _tower_fields(fields: Fields, kinds: tuple[str, ...], width: int) -> Fields:
     own.only("out_hidden_size", width)
     for key in ("in_channels", "in_chans"):
         own.only(key, 3)
-    own.raw("tokens_per_second")  # of videos
     rope = own.inner("rope_parameters")
     rope.only("rope_type", "axial", "default")
     rope.only("rope_theta", 10000.0)
@@ -106,14 +106,14 @@ def _images(
 ) -> Images:
     """Return how a model reads images; `further` are fields of `PatchVisionSpec`."""
     patch, merge = own.size("patch_size", patch), own.size("spatial_merge_size", 2)
+    rate = own.positive("tokens_per_second", 4.0)  # of videos
     own.only("spatial_patch_size", patch)
     width, heads = own.size("hidden_size"), own.size("num_heads", 16)
     if width % heads or width // heads % 4:
         message = f"config.json: {heads} heads of a width of {width} cannot be rotated by rows and columns."
         raise UserError(message, "num_heads")
-    for key in ("vision_start_token_id", "vision_end_token_id", "vision_token_id"):
-        fields.raw(key)  # written by the chat template
-    placeholder, video = (fields.take(f"{kind}_token_id", int, default) for kind, default in _TOKENS.items())
+    fields.raw("vision_token_id")
+    placeholder, video, first, last = (fields.take(f"{kind}_token_id", int, _TOKENS[kind]) for kind in _TOKENS)
     if not 0 <= placeholder < vocab_size:
         message = f"config.json: image_token_id {placeholder} is beyond the vocabulary of {vocab_size}."
         raise UserError(message, "image_token_id")
@@ -136,9 +136,19 @@ def _images(
     own.finish(TOWER_WITHOUT_EFFECT)
     stems = {name: f"{_TOWER}{stem}" for name, stem in (_TENSORS | dict(tensors)).items()}
     row = Family((), None, LLAMA_TENSORS | named(stems) | _POSITIONS, "model.", heads=_TEXT_TENSORS, renamed=_RENAMED)
-    return Images(
-        spec, placeholder, row, partial(read_patches, placeholder=placeholder, video=video, patch=patch, merge=merge)
+    processor = partial(read_patches, placeholder=placeholder, video=video, patch=patch, merge=merge)
+    videos = partial(
+        read_videos,
+        placeholder=video,
+        around=(first, last),
+        is_stamped=not spec.window,
+        rate=rate,
+        patch=patch,
+        merge=merge,
     )
+    ids = (video, first, last)
+    reads = spec.frames == PAIR and len({placeholder, *ids}) == 4 and all(0 <= token < vocab_size for token in ids)
+    return Images(spec, placeholder, row, processor, videos=videos if reads else None)
 
 
 def _layers_of(own: Fields, key: str, default: list[int]) -> tuple[int, ...]:
@@ -192,7 +202,7 @@ def _deep(fields: Fields, width: int, vocab_size: int) -> Images:
     return _images(fields, vocab_size, own, _PLAIN_TENSORS | mergers, 16, further, out_width=width)
 
 
-_TOKENS = {"image": 151655, "video": 151656}
+_TOKENS = {"image": 151655, "video": 151656, "vision_start": 151652, "vision_end": 151653}
 _TOWER = "visual."
 _TENSORS = {
     "patches": "patch_embed.proj",

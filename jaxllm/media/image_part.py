@@ -1,4 +1,4 @@
-"""Images and sounds in the messages of chats. Standard library only."""
+"""Images, videos and sounds in the messages of chats. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ class ImagePart(dict[str, str]):
 
     def __init__(self, kind: str = "image") -> None:
         super().__init__(type=kind)
+
+
+class VideoPart(ImagePart):
+    """A video in messages: {"type": "video"}."""
+
+    def __init__(self) -> None:
+        super().__init__("video")
 
 
 class NamedPart(dict[str, Any]):

@@ -12,25 +12,32 @@ from jaxllm.media.placeholders import expanded
 from jaxllm.media.processor import Prepared, Processor
 from jaxllm.media.sounds import SoundProcessor, sound_of
 from jaxllm.media.sources import Sources
+from jaxllm.media.videos import PreparedVideo
 
 # Types of parts, by `Processor.kind`.
 _TYPES = {"image": ("image_url", "image"), "audio": ("input_audio", "audio_url", "audio")}
 
 
 def take_images(
-    messages: Sequence[Any], processor: Processor | None, sources: Sources, most: int
+    messages: Sequence[Any],
+    processor: Processor | None,
+    sources: Sources,
+    most: int,
+    videos: Sequence[PreparedVideo] = (),
 ) -> tuple[list[Any], list[Prepared]]:
     """Return messages with an `ImagePart` for each image or sound, and these, preprocessed, in order.
 
     An image is a content part {"type": "image_url", "image_url": {"url": …}} ("detail" is ignored), or {"type":
     "image", "image": …} with a PIL image or a file's bytes; see `sound_of` for sounds. Decoding one after the other
-    bounds the memory. Raises UserError, naming the part, for invalid ones and more than `most`.
+    bounds the memory; `videos` are in the same request. Raises UserError, naming the part, for invalid ones and more
+    than `most`.
     """
     images: list[Prepared] = []
     if processor is None:
         return list(messages), images
     types, noun = _TYPES[processor.kind], processor.noun
     found: list[Any] = []
+    other = sum(video.num_tokens for video in videos)
     for index, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         parts = list(content) if isinstance(content, list | tuple) else []
@@ -41,7 +48,7 @@ def take_images(
             if len(images) == most:
                 raise UserError(f"{name}: a request may have {most} {noun}s (limit_mm_per_prompt).", "messages")
             given = _given_in(part, name, sources, processor)
-            images += processor.prepare([given], name, "messages", images)
+            images += processor.prepare([given], name, "messages", images, other)
             parts[at] = ImagePart(processor.kind)
         found.append({**message, "content": parts} if any(isinstance(part, ImagePart) for part in parts) else message)
     return found, images

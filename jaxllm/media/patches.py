@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.media.images import MOST_RATIO
-from jaxllm.media.processor import CLIP_VALUES, UNREAD, PictureProcessor, Settings
+from jaxllm.media.cutting import cut, most_tokens
+from jaxllm.media.processor import CLIP_VALUES, UNREAD, PictureProcessor, Processor, Settings
+from jaxllm.media.videos import VideoProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,6 +33,11 @@ class PatchProcessor(PictureProcessor):
     merge: int  # patches of a token's side
     fewest: int  # pixels of a resized image
     most: int
+    videos: VideoProcessor | None = field(default=None, repr=False)  # not a part of digests
+
+    def within(self, context: int) -> PatchProcessor:
+        videos = None if self.videos is None else replace(self.videos, context=context)
+        return replace(self, context=context, videos=videos)
 
     @property
     def side(self) -> int:
@@ -39,18 +45,19 @@ class PatchProcessor(PictureProcessor):
 
     @property
     def most_tokens(self) -> int:
-        # Rounding a long image's short side up can exceed both bounds of pixels.
-        long = math.sqrt(MOST_RATIO)
-        rounded = self.fewest + (long + 1 / long) * self.side * math.sqrt(self.fewest) + self.side**2
-        found = math.ceil(max(self.most, long * self.side * math.sqrt(self.most), rounded) / self.side**2)
+        return self.most_image if self.videos is None else max(self.most_image, self.videos.most_tokens)
+
+    @property
+    def most_image(self) -> int:
+        found = most_tokens(self.fewest, self.most, self.side)
         return found if self.context is None else min(found, self.context)
 
     def layout(self, size: tuple[int, int], name: str, parameter: str) -> tuple[int, tuple[int, int] | None]:
         width, height = self.resized(*size)
         rows, columns = height // self.side, width // self.side
-        if rows * columns > self.most_tokens:
+        if rows * columns > self.most_image:
             raise UserError(
-                f"{name} has {rows * columns} tokens, and an image may have {self.most_tokens}; send a smaller one.",
+                f"{name} has {rows * columns} tokens, and an image may have {self.most_image}; send a smaller one.",
                 parameter,
             )
         return rows * columns, (rows, columns)
@@ -71,13 +78,11 @@ class PatchProcessor(PictureProcessor):
         """Resize and normalize an RGB image; return float32[patches, values]: a token's adjacent, tokens in rows."""
         wide, high = self.resized(*image.size)
         values = np.asarray(image.resize((wide, high), resample=self.resample))
-        rows, columns, size = high // self.side, wide // self.side, self.patch**2
-        cut = values.reshape(rows, self.merge, self.patch, columns, self.merge, self.patch, 3)
-        cut = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, size)
-        found = np.empty(cut.shape, np.float32)
-        for channel, levels in enumerate(self.levels()):
-            found[:, channel] = levels[cut[:, channel]]
-        return found.reshape(-1, 3 * size)
+        return cut(values, self.patch, self.merge, self.levels())
+
+
+def video_processor(processor: Processor | None) -> VideoProcessor | None:
+    return processor.videos if isinstance(processor, PatchProcessor) else None
 
 
 def read_patches(

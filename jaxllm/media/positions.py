@@ -9,20 +9,26 @@ import numpy as np
 
 
 class Grid(NamedTuple):
-    """An image's tokens in a prompt, the first one at `start`."""
+    """The tokens of an image or video in a prompt, the first one at `start`."""
 
     start: int
     rows: int
     columns: int
+    layers: int = 1  # in time
+    step: float = 0.0  # of positions in time from layer to layer
 
     @property
     def end(self) -> int:
-        return self.start + self.rows * self.columns
+        return self.start + self.layers * self.rows * self.columns
+
+    @property
+    def times(self) -> np.ndarray:
+        return (np.arange(self.layers, dtype=np.float32) * np.float32(self.step)).astype(np.int32)
 
     @property
     def shift(self) -> int:
-        """Return the difference of positions after the image, which continue after its longer side."""
-        return max(self.rows, self.columns) - self.rows * self.columns
+        """Return the difference of positions after it, which continue after its longest axis."""
+        return max(self.rows, self.columns, int(self.times[-1]) + 1) + self.start - self.end
 
 
 def shift_of(grids: Sequence[Grid]) -> int:
@@ -37,8 +43,9 @@ def positions_of(grids: Sequence[Grid], first: int, count: int) -> np.ndarray:
     for grid in grids:
         low, high = (min(max(place - first, 0), count) for place in (grid.start, grid.end))
         offset = places[low:high] - grid.start
-        found[0, low:high] -= offset
-        found[1, low:high] -= offset - offset // grid.columns
-        found[2, low:high] -= offset - offset % grid.columns
+        layer, within = np.divmod(offset, grid.rows * grid.columns)
+        found[0, low:high] -= offset - grid.times[layer]
+        found[1, low:high] -= offset - within // grid.columns
+        found[2, low:high] -= offset - within % grid.columns
         found[:, high:] += grid.shift
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -64,7 +64,7 @@ class Processor(ABC):
     kind: ClassVar[str] = "image"  # key of multi_modal_data
     noun: ClassVar[str] = "image"  # in errors
     placeholder: int  # token id
-    video: int | None = None  # of videos, which are not supported
+    video: int | None = None  # token id of videos
     # Token ids before and after an image; prompts of texts have the first for an image. Not a part of digests.
     marks: tuple[int, int] | None = field(default=None, repr=False)
     context: int | None = field(default=None, repr=False)  # most tokens of a request; not a part of digests
@@ -74,19 +74,24 @@ class Processor(ABC):
     def most_tokens(self) -> int:
         """Return the most tokens of an image, or of a piece of a sound."""
 
+    def within(self, context: int) -> Processor:
+        return replace(self, context=context)
+
     def prepare(
         self,
         images: Sequence[Any],
         name: str = "multi_modal_data",
         parameter: str = "multi_modal_data",
         earlier: Sequence[Prepared] = (),
+        other: int = 0,
     ) -> list[Prepared]:
         """Preprocess images, except prepared ones; raise UserError, naming `name`, for values that are no images.
 
-        `earlier` are images of the same request: all must fit into the context, which bounds their memory.
+        `earlier` are images of the same request, `other` its tokens of other media: all must fit into the context,
+        which bounds their memory.
         """
         found: list[Prepared] = []
-        total = sum(image.num_tokens for image in earlier)
+        total = other + sum(image.num_tokens for image in earlier)
         for image in images:
             if isinstance(image, Prepared):
                 found.append(image)
@@ -143,15 +148,19 @@ class PictureProcessor(Processor):
         """Return an RGB image's input to the model."""
 
     def levels(self) -> np.ndarray:
-        """Return the input to the model for each channel and value of a pixel, float32[3, 256]."""
-        values = np.arange(256)
-        levels = np.tile(values.astype(np.float32), (3, 1))
-        if self.scale is not None:
-            levels[:] = (values.astype(np.float64) * self.scale).astype(np.float32)
-        if self.mean is not None and self.deviation is not None:
-            mean, deviation = (np.asarray(each, np.float32)[:, None] for each in (self.mean, self.deviation))
-            levels = (levels - mean) / deviation
-        return levels
+        return levels(self.scale, self.mean, self.deviation)
+
+
+def levels(scale: float | None, mean: tuple[float, ...] | None, deviation: tuple[float, ...] | None) -> np.ndarray:
+    """Return the input to the model for each channel and value of a pixel, float32[3, 256]."""
+    values = np.arange(256)
+    found = np.tile(values.astype(np.float32), (3, 1))
+    if scale is not None:
+        found[:] = (values.astype(np.float64) * scale).astype(np.float32)
+    if mean is not None and deviation is not None:
+        means, deviations = (np.asarray(each, np.float32)[:, None] for each in (mean, deviation))
+        found = (found - means) / deviations
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +267,8 @@ def _fitting(found: ImageProcessor, side: int) -> ImageProcessor:
 class Settings:
     """Reads preprocessor_config.json, and refuses unknown keys."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, Any], file: str = "preprocessor_config.json") -> None:
+        self._values, self._file = values, file
         self._read: set[str] = set()
 
     def take(self, key: str, default: Any) -> Any:
@@ -320,7 +329,7 @@ class Settings:
                 raise self.error(key, value, "a processor without it")
 
     def error(self, key: str, value: Any, wanted: str) -> UserError:
-        return UserError(f"preprocessor_config.json: {key} = {value!r:.80} is not supported, {wanted} is.", key)
+        return UserError(f"{self._file}: {key} = {value!r:.80} is not supported, {wanted} is.", key)
 
 
 def _cropped(values: np.ndarray, crop: tuple[int, int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Read images and sounds of messages: data URLs, and, where the operator allows it, URLs of domains and local files.
+"""Read media of messages: data URLs, and, where the operator allows it, URLs of domains and local files.
 
 Thread-safe; reading may take seconds.
 """
@@ -16,6 +16,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from jaxllm.errors import UserError
+from jaxllm.media.films import MOST_BYTES as MOST_VIDEO_BYTES
+from jaxllm.media.films import MOST_FRAMES
 from jaxllm.media.images import MOST_BYTES, decode
 from jaxllm.media.sound_files import MOST_BYTES as MOST_SOUND_BYTES
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 FETCH_SECONDS = 10.0
 PIECE = 1 << 16  # bytes
 MOST_HEAD = 256  # characters of a data: URL before its content
+_ANIMATED = frozenset(("image/gif", "image/webp", "image/png", "image/apng"))
 
 
 class Format(NamedTuple):
@@ -39,6 +42,7 @@ class Format(NamedTuple):
 
 IMAGES = Format("images", "an image", "image/", "PNG, JPEG, WebP, GIF or BMP", MOST_BYTES)
 SOUNDS = Format("sounds", "a sound", "audio/", "WAV, FLAC, OGG or MP3", MOST_SOUND_BYTES)
+VIDEOS = Format("videos", "a video", "video/", "MP4, WebM, Matroska or AVI", MOST_VIDEO_BYTES)
 
 
 class Sources:
@@ -70,6 +74,12 @@ class Sources:
             "URL, or start with allowed_media_domains or allowed_local_media_path.",
             "messages",
         )
+
+    def read_video(self, url: Any, name: str) -> bytes | list[bytes]:
+        """Return the content of a video's URL, or the frames of data:video/jpeg; errors as in `read`."""
+        if isinstance(url, str) and url[:5].lower() == "data:":
+            return _video_data(url, name)
+        return self.read_file(url, name, VIDEOS)
 
     def _from_file(self, path: str, name: str, most: int) -> bytes:
         refused = UserError(f"{name} is not a file that may be read (allowed_local_media_path).", "messages")
@@ -131,6 +141,23 @@ def _from_data(url: str, name: str, kind: Format) -> bytes:
     if not begin or not head.startswith(kind.head) or not head.endswith(";base64"):
         raise UserError(f"{name} must be data:{kind.head}…;base64,… of a {kind.known}.", "messages")
     return from_base64(url[begin:], name, kind)
+
+
+def _video_data(url: str, name: str) -> bytes | list[bytes]:
+    begin = url.find(",", 0, MOST_HEAD) + 1
+    head = url[len("data:") : max(begin - 1, 0)].lower()
+    kind = head.removesuffix(";base64")
+    if not begin or kind == head or not (kind.startswith("video/") or kind in _ANIMATED):
+        raise UserError(
+            f"{name} must be data:video/…;base64,… of a video, data:video/jpeg;base64,… of JPEGs with commas between, "
+            "or data:image/… of an animated GIF, WebP or PNG.",
+            "messages",
+        )
+    if kind != "video/jpeg":
+        return from_base64(url[begin:], name, VIDEOS)
+    if url.count(",", begin) >= MOST_FRAMES:
+        raise UserError(f"{name} has more than {MOST_FRAMES} frames; send fewer.", "messages")
+    return [from_base64(each, name, VIDEOS) for each in url[begin:].split(",")]
 
 
 def from_base64(text: str, name: str, kind: Format) -> bytes:

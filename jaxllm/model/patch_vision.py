@@ -54,6 +54,7 @@ class PatchVisionSpec:
     full_layers: tuple[int, ...] = ()
     positions: int = 0  # side of the grid of learned positions; 0: none
     deep_layers: tuple[int, ...] = ()  # after which further embeddings are taken (DeepStack)
+    reads_videos: bool = False  # programs take each of a patch's frames
 
     @property
     def row_width(self) -> int:
@@ -78,16 +79,20 @@ class PatchVisionSpec:
 
     def inputs(self, size: int) -> tuple[tuple[tuple[int, ...], type], ...]:
         patches = size * self.merged
-        return ((patches, 3 * self.patch**2), np.float32), ((patches, 3), np.int32)
+        frame = ((patches, 3 * self.patch**2), np.float32)
+        return (*(frame,) * (self.frames if self.reads_videos else 1), ((patches, 3), np.int32))
 
     def arrange(self, image: Prepared, size: int) -> Arranged:
         assert image.grid is not None
         order, patches_order, places = _order(*image.grid, self.window, self.merge)
-        (patches_shape, _), (places_shape, _) = self.inputs(size)
-        patches, laid = np.zeros(patches_shape, np.float32), np.zeros(places_shape, np.int32)
-        np.take(image.pixels, patches_order, axis=0, out=patches[: len(patches_order)])
+        *frames, (places_shape, _) = self.inputs(size)
+        laid = np.zeros(places_shape, np.int32)
         laid[: len(places)], laid[len(places) :, 2] = places, _NOWHERE
-        return Arranged((patches, laid), order)
+        given = image.pixels[None] if image.pixels.ndim == 2 else image.pixels  # an image is repeated
+        patches = np.zeros((len(given), *frames[0][0]), np.float32)
+        for own, pixels in zip(patches, given, strict=True):
+            np.take(pixels, patches_order, axis=0, out=own[: len(patches_order)])
+        return Arranged((*(patches[min(at, len(given) - 1)] for at in range(len(frames))), laid), order)
 
     def declare(self) -> Params[Weight]:
         width, has_bias, inner = self.width, self.norm == "layer", self.width * self.merged
@@ -110,7 +115,8 @@ class PatchVisionSpec:
         return Params(top, (each | matrix_weights("down", width, self.ffn_width),) * self.num_layers)
 
     def encode(self, params: Params[Array], *arrays: Array) -> Array:
-        return encode(self, params, *arrays)
+        *frames, places = arrays
+        return encode(self, params, places, *frames)
 
 
 @lru_cache(maxsize=64)
@@ -135,16 +141,20 @@ def _order(rows: int, columns: int, window: int, merge: int) -> tuple[np.ndarray
 
 
 def encode(
-    spec: PatchVisionSpec, params: Params[Array], patches: Float[Array, "N F"], places: Int[Array, "N 3"]
+    spec: PatchVisionSpec, params: Params[Array], places: Int[Array, "N 3"], *frames: Float[Array, "N F"]
 ) -> Float[Array, "T W"]:
     """Return the rows of an image's tokens in the order of windows: embeddings, then those for the first layers.
 
-    `places`: each patch's row, column and window.
+    `places`: each patch's row, column and window; `frames`: its pixels in each frame, or in one for all.
     """
     top, deep = params.top, []
     dtype = top["merge_norm"].dtype
     with named_scope("vision_tower"):
-        stored = top["patches"].astype(jnp.float32).sum(axis=2)  # all frames are the image
+        stored, patches = top["patches"].astype(jnp.float32), frames[0]
+        if len(frames) == 1:
+            stored = stored.sum(axis=2)
+        else:
+            stored, patches = jnp.moveaxis(stored, 2, 1), jnp.concatenate(frames, axis=1)
         weight = stored.reshape(spec.width, -1).astype(dtype)
         x = layers.linear(patches.astype(dtype), weight, top.get("patches_bias")).astype(dtype)
         if spec.positions:

@@ -75,11 +75,14 @@ class ImageEncoder(EncoderWeights):
 
     def encode(self, state: Leaves, images: Sequence[tuple[Prepared, np.ndarray]]) -> Leaves:
         """Dispatch the encoding of images, each with the rows of its tokens, and return the next state."""
-        leaves = list(state)
+        leaves, sharding = list(state), self._setup.layout.sharding()
         for image, rows in images:
             size = next(size for size in self._sizes if size >= len(rows))
             arrays, order = self._spec.arrange(image, size)
             chosen = np.full(size, self.num_rows, np.int32)  # dropped
             chosen[: len(rows)] = rows if order is None else rows[order]
-            leaves[self._at] = self._programs[size](self._params, leaves[self._at], chosen, *arrays)
+            # Both frames of an image are one array, sent once.
+            sent = {id(each): jax.device_put(each, sharding) for each in arrays}
+            given = (sent[id(each)] for each in arrays)
+            leaves[self._at] = self._programs[size](self._params, leaves[self._at], chosen, *given)
         return tuple(leaves)

@@ -10,6 +10,7 @@ read. The device encodes after all earlier steps, so evicted units may be overwr
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from jaxllm.scheduler.block_pool import chain
@@ -65,14 +66,16 @@ def chained(
     parent: bytes, tokens: bytes, block_size: int, segments: Sequence[Segment], first_block: int
 ) -> list[bytes]:
     """Return digests as `block_pool.chained`, with images and parts in those of their blocks."""
-    digests = []
+    digests, first = [], 0
     for number in range(len(tokens) // (4 * block_size)):
         start = (first_block + number) * block_size
-        images = b"".join(
-            segment.digest + (start - segment.start).to_bytes(8, "little", signed=True)
-            for segment in segments
-            if segment.start < start + block_size and start < segment.end
-        )
+        while first < len(segments) and segments[first].end <= start:
+            first += 1
+        images = b""
+        for segment in islice(segments, first, None):
+            if segment.start >= start + block_size:
+                break
+            images += segment.digest + (start - segment.start).to_bytes(8, "little", signed=True)
         parent = chain(parent, tokens[4 * number * block_size : 4 * (number + 1) * block_size] + images)
         digests.append(parent)
     return digests

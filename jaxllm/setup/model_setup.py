@@ -239,7 +239,7 @@ def kernel_reasons(config: EngineConfig, platform: str, kernels: Mapping[str, Ch
 def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
     """Return all choices that need no weights, which are downloaded only if `needs_weights`."""
     folder = weights.resolve(config.model, config.revision, tokenizer_only=not needs_weights)
-    given = config.max_model_len, config.runner, config.pooler_config, config.mm_processor_kwargs
+    given = config.max_model_len, config.runner, config.pooler_config, config.mm_processor_kwargs, config.most_videos
     described = describe(folder, *given)
     checkpoint, spec, family, head = described.config, described.spec, described.family, described.head
     devices = choose_devices(config)
@@ -323,7 +323,7 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         token_cost=0 if config.deterministic else TOKEN_COST[platform],
         prepared=recorded,
         images=described.images,
-        processor=None if described.processor is None else replace(described.processor, context=longest),
+        processor=None if described.processor is None else described.processor.within(longest),
         encoder=described.encoder,
         decoder_start=() if described.encoder is None else decoder_start({**checkpoint, **generation_config}),
     )

@@ -149,8 +149,10 @@ class Serving:
                 stop_ids = (*params.stop_token_ids, *fill_in_middle.stop_ids(model.tokenizer))
                 params = replace(params, stop_token_ids=stop_ids)
             said = prompt.get("prompt")
-            media = prompt.get("multi_modal_data", {}).values()
-            entry.charge(REQUESTS, sum(each.pixels.nbytes for images in media for each in images))
+            media = prompt.get("multi_modal_data", {})
+            images = [each for kind, own in media.items() if kind != "video" for each in own]
+            images += (pair for video in media.get("video", ()) for pair in video.pairs)
+            entry.charge(REQUESTS, sum(each.pixels.nbytes for each in images))
             source = prompt.get("encoder_prompt", {})
             num_tokens = len(prompt["prompt_token_ids"]) + len(source.get("prompt_token_ids", ()))
             num_bytes = len(said or "") + len(source.get("prompt") or "")

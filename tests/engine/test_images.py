@@ -78,7 +78,7 @@ def test_images_of_any_size_have_their_own_positions(
 ) -> None:
     """Test recorded tokens, blocks that are hit behind images, images of equal sizes, all programs, and refusals."""
     monkeypatch.setattr("jaxllm.model.patch_vision.SMALLEST", 8)  # 8 to 24 tokens: several programs
-    with LLM(str(write_any_size(tmp_path, kind)), limit_mm_per_prompt={"image": 4}, **SLOTS) as llm:
+    with LLM(str(write_any_size(tmp_path, kind)), limit_mm_per_prompt={"image": 4, "video": 0}, **SLOTS) as llm:
         metrics = llm.engine.metrics
         for _ in range(2):  # the second time nothing is encoded, and most blocks are hit
             outputs = llm.generate(prompts(kind), GREEDY, use_tqdm=False)

@@ -16,7 +16,7 @@ from typing import Any
 from jaxllm.errors import MOST_MESSAGE, UserError
 from jaxllm.v1 import inference_pb2, types_pb2
 from jaxllm_server.shared import strict_json
-from tests.fuzz import files, media, texts
+from tests.fuzz import files, media, texts, videos
 from tests.fuzz.doors import MOST_DEPTH, doors
 from tests.fuzz.fields import BASE, NAMES, VALUES
 
@@ -216,6 +216,7 @@ TARGETS = {
         Target("parsers", _parsers, _model_texts),
         Target("image", media.take_image, media.images, media.MOST_MEMORY),
         Target("sound", media.take_sound, media.sounds),
+        Target("video", videos.take_video, videos.videos, media.MOST_MEMORY),
         Target("safetensors", files.of_file("model.safetensors", files.read_safetensors), files.safetensors_files),
         Target(
             "adapter_config", files.of_file("adapter_config.json", files.read_adapter_folder), files.adapter_configs

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import torchvision
+
+torchvision.prepare()
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return (

@@ -32,7 +32,11 @@ TEMPLATE = (
 
 
 GEMMA_TEMPLATE = TEMPLATE.replace("'<image>'", "'<|image_start|>'")
-ANY_SIZE_TEMPLATE = TEMPLATE.replace("'<image>'", "'<|vision_start|><image><|vision_end|>'")
+ANY_SIZE_TEMPLATE = TEMPLATE.replace(
+    "'<image>' if",
+    "'<|vision_start|><|video_pad|><|vision_end|>' if part['type'] == 'video' else "
+    "'<|vision_start|><image><|vision_end|>' if",
+)
 
 
 def llava_config(tower: str = "clip", text: str = "llama") -> dict[str, Any]:
@@ -133,12 +137,22 @@ def any_size_settings(kind: str) -> dict[str, Any]:
     return {"image_processor_type": "Qwen2VLImageProcessorFast", **bounds, **shared}
 
 
+def video_settings(kind: str) -> dict[str, Any]:
+    """Return the video_preprocessor_config.json: a pair of frames has 2 to 24 tokens."""
+    frames = 2 if kind == "qwen3_vl" else 1
+    bounds = {"shortest_edge": 2 * frames * (2 * PATCH) ** 2, "longest_edge": 24 * frames * (2 * PATCH) ** 2}
+    name = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[kind]
+    shared = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    return {"video_processor_type": name, "size": bounds, "do_sample_frames": False, **shared}
+
+
 def write_any_size(folder: Path, kind: str, is_flat: bool = False) -> Path:
     """Write a random checkpoint with a tokenizer and a chat template; `is_flat`: as Qwen2.5-VL is published."""
     config = any_size_config(kind, is_flat)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(any_size_settings(kind)))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(video_settings(kind)))
     nested = any_size_config(kind)["text_config"]
     text = {key: value for key, value in nested.items() if key not in ("model_type", "rope_scaling")}
     architecture = {"qwen2_5_vl": "Qwen2ForCausalLM", "qwen3_vl": "Qwen3ForCausalLM"}[kind]
@@ -239,9 +253,42 @@ def image(seed: int) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), resample=Image.Resampling.BILINEAR)
 
 
+def video(seed: int, frames: int | None = None) -> np.ndarray:
+    """Return a video of an odd size and 2 to 7 frames, uint8[T, H, W, 3]; each frame is another part of a picture."""
+    rng = np.random.default_rng(seed)
+    height, width, count = (int(size) for size in rng.integers((15, 15, 2), (80, 80, 8)))
+    picture = np.asarray(image(seed).resize((2 * width, height)))
+    return np.stack([picture[:, at : at + width] for at in rng.integers(0, width, frames or count)])
+
+
 def around(kind: str) -> tuple[int, ...]:
     """Return the tokens before and after each image in prompts of a model; none for LLaVA."""
     return AROUND if kind in (*ANY_SIZE, *BIDIRECTIONAL) else ()
+
+
+def video_prompts() -> list[Any]:
+    """Return prompts for models of `ANY_SIZE`: with one video, several, images among them, and none."""
+
+    def mixed(*parts: int | str) -> dict[str, Any]:
+        """Numbers from 100 on are seeds of videos, others of images; texts are token ids."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += map(int, part.split())
+            else:
+                ids += [AROUND[0], VIDEO if part >= 100 else PLACEHOLDER, AROUND[1]]
+        seeds = [part for part in parts if isinstance(part, int)]
+        films = [(video(seed), {"fps": 2.0 + seed % 3}) for seed in seeds if seed >= 100]
+        media = {"video": films, "image": [image(seed) for seed in seeds if seed < 100]}
+        return {"prompt_token_ids": ids, "multi_modal_data": media}
+
+    return [
+        mixed("5 6 7", 100, "8 9"),
+        mixed(101, 2, "9 10", 102, "11"),
+        [4, 5, 6, 7, 8],
+        mixed("5 6", 3, "1 20 30", 103, "2 40 50 60"),
+        prompts("qwen2_5_vl")[0],
+    ]
 
 
 def prompts(kind: str = "clip") -> list[Any]:

@@ -46,6 +46,7 @@ class Call:
     tool_choice: ToolChoice = None
     takes_one_call: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)  # that choose frames of videos
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     truncation_side: str = "left"  # side that `truncate_prompt_tokens` removes

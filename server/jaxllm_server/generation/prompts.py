@@ -16,6 +16,8 @@ from jaxllm.errors import UserError, too_long
 from jaxllm.media.messages import take_images, with_images
 from jaxllm.media.processor import Prepared
 from jaxllm.media.sources import Sources
+from jaxllm.media.video_messages import take_videos, with_videos
+from jaxllm.media.videos import PreparedVideo
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import fill_in_middle
 from jaxllm.text.tokenizer import Tokenizer
@@ -93,12 +95,13 @@ class Prompts:
             most = LEFT_OUT * longest + 4096
             check_messages(call.messages, longest, most)
             given, language = (self._encode_chat, call, most, model), tokenizer.confined
-            text, ids, images = await self._off_loop(call.client, *given, language=language)
-            if images and kept is not None:
+            text, ids, images, videos = await self._off_loop(call.client, *given, language=language)
+            if (images or videos) and kept is not None:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}  # the text would not match
-            return with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
+                return {"prompt_token_ids": ids[:kept]}
+            prompt = with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
+            return with_videos(prompt, videos, model.processor, tokenizer)
         if not isinstance(call.prompt, str) and call.suffix is None:
             return {"prompt_token_ids": cut_ids(call.prompt or (), kept, call.truncation_side)}
         text, ids = await self._encode_text(call, params or SamplingParams(), tokenizer)
@@ -121,14 +124,18 @@ class Prompts:
             return text, encode()
         return text, await self._off_loop(call.client, encode, language=tokenizer.confined)
 
-    def _encode_chat(self, call: Call, most: int, model: ModelInfo) -> tuple[str, list[int], list[Prepared]]:
-        """Return text and token ids, up to `most`, and images; slow.
+    def _encode_chat(
+        self, call: Call, most: int, model: ModelInfo
+    ) -> tuple[str, list[int], list[Prepared], list[PreparedVideo]]:
+        """Return text and token ids, up to `most`, images and videos; slow.
 
         Omitted texts count too: an ignored key of 1,300,000 empty lists took 16 s to copy and search.
         """
-        tokenizer, processor = model.tokenizer, model.processor
-        most_images = 0 if processor is None else self._engine.config.most_media(processor.kind)
-        given, images = take_images(call.messages or (), processor, self._sources, most_images)
+        tokenizer, config, processor = model.tokenizer, self._engine.config, model.processor
+        given, options = call.messages or (), call.mm_processor_kwargs
+        given, videos = take_videos(given, processor, self._sources, config.most_videos, options)
+        most_images = 0 if processor is None else config.most_media(processor.kind)
+        given, images = take_images(given, processor, self._sources, most_images, videos)
         tools = call.tools if call.tool_choice != "none" else None
         shape = tokenizer.template_shape(self._template, tools)
         messages = with_read_arguments(given, shape, self._options.max_json_depth)
@@ -144,7 +151,7 @@ class Prompts:
             read_arguments=None,
             image_marks=model.image_marks if images else None,
         )
-        return text, ids, images
+        return text, ids, images, videos
 
 
 def _encode_beginning(tokenizer: Tokenizer, text: str, most: int, add_special_tokens: bool) -> list[int]:

@@ -156,7 +156,7 @@ SHAPES: Mapping[str, Schema] = {
     "truncate_prompt_tokens": INTEGER,
     **dict.fromkeys(("length_penalty", "time_limit"), NUMBER),
     **dict.fromkeys(("stream_options", "vllm_xargs", "chat_template_kwargs", "structured_outputs"), OBJECT),
-    **dict.fromkeys(("response_format", "prediction", "kv_transfer_params"), OBJECT),
+    **dict.fromkeys(("response_format", "prediction", "kv_transfer_params", "mm_processor_kwargs"), OBJECT),
     "verbosity": {"type": "string", "enum": ["low", "medium", "high"]},
     **dict.fromkeys(("messages", "tools"), _OBJECTS),
     "thinking": OBJECT,

@@ -28,7 +28,6 @@ from jaxllm_server.shared.options import ServerOptions
 _UNBUILT = {
     **UNBUILT,
     "documents": ([],),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -40,7 +39,7 @@ _FIELDS = (
     | CONVERSATION
     | _UNBUILT.keys()
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
-    | {"echo", "prompt_token_ids", "verbosity", "prediction"}
+    | {"echo", "prompt_token_ids", "verbosity", "prediction", "mm_processor_kwargs"}
 )
 _SHOWN_NAME = 64
 _VERBOSITIES = ("low", "medium", "high")
@@ -108,6 +107,7 @@ class ChatReply:
                 sampling=sampling,
                 request_id=self.request_id,
                 include_reasoning=includes_reasoning,
+                mm_processor_kwargs=mapping(fields, "mm_processor_kwargs") or {},
                 **shared_call_fields(fields),
             )
         ]
