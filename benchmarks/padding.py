@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from benchmarks.aims import require
 from jaxllm.runner import batch
-from jaxllm.runner.batch import Shape
+from jaxllm.runner.batch import Extent, Shape
 from jaxllm.scheduler import scheduler
 from jaxllm.scheduler.state import Limits, Plan, Request, initial
 
@@ -70,15 +71,19 @@ def simulate(machine: Machine, rate: float, count: int, decode: Sequence[Shape],
 
 
 def steps(
-    machine: Machine, rate: float, count: int, decode: Sequence[Shape], ragged: Sequence[Shape]
+    machine: Machine, rate: float, count: int, decode: Sequence[Shape], ragged: Sequence[Shape], num_ticks: int = 1
 ) -> Iterator[tuple[Plan, Shape]]:
-    """Serve `count` requests; yield each step's plan and its program's shape."""
+    """Serve `count` requests; yield each step's plan and its program's shape.
+
+    With `num_ticks` pipeline stages that compute a batch each, yield each tick's plan and the shape of its batches.
+    """
     limits = Limits(
         num_slots=machine.num_slots,
         num_blocks=machine.num_slots * LONGEST // 16,
         block_size=16,
         max_step_tokens=machine.max_tokens,
         max_step_chunks=batch.max_chunks(machine.max_tokens, machine.num_slots),
+        num_ticks=num_ticks,
     )
     random = np.random.default_rng(1)
     arrivals = np.cumsum(random.exponential(1 / rate, count)).tolist()
@@ -93,6 +98,7 @@ def steps(
         for number, (prompt, output) in enumerate(lengths(count, 0))
     ]
     state, now, arrived, finished = initial(limits), 0.0, 0, 0
+    plans, nothing = deque[Plan](maxlen=num_ticks), Extent(0, 0, 0)
     while finished < count:
         if not state.num_running and not state.waiting:
             now = max(now, arrivals[arrived])
@@ -102,13 +108,15 @@ def steps(
         if arrived > first:
             state = scheduler.add(state, limits, requests[first:arrived])
         state, plan = scheduler.plan(state, limits, now)
-        size = batch.extent(plan)
+        plans.append(plan)
+        size = Extent(*map(max, nothing[:3], *(batch.extent(each)[:3] for each in plans)))
         is_decode = not size.tiles
         shape = next(shape for shape in (decode if is_decode else ragged) if batch.fits(size, shape))
         yield plan, shape
-        now += machine.step + machine.cost(shape.tokens)
-        state, events = scheduler.commit(state, limits, plan, np.zeros(len(plan.slots), np.int32))
-        finished += len(events.finished)
+        now += machine.step + machine.cost(shape.tokens) / num_ticks
+        if len(plans) == num_ticks:
+            state, events = scheduler.commit(state, limits, plans[0], np.zeros(len(plans[0].slots), np.int32))
+            finished += len(events.finished)
 
 
 def tables(name: str, machine: Machine) -> tuple[list[Shape], list[Shape]]:

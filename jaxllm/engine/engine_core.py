@@ -32,6 +32,7 @@ from jaxllm.runner.profiling import DEFAULT_STEPS, Profile, span
 from jaxllm.runner.results import StepOutput
 from jaxllm.runner.step_input import StepInput
 from jaxllm.sampling import sampler
+from jaxllm.sampling.sampler import Variant
 from jaxllm.scheduler.recorded import RecordedScheduler, Recorder
 from jaxllm.scheduler.state import BlockEvent, Events, Plan, Waiting
 
@@ -266,7 +267,16 @@ class EngineCore:
         return ended
 
     def _issue(self) -> tuple[Plan, Flight] | None:
-        """Plan and dispatch a step; return None if all requests wait for tokens in flight."""
+        """Plan and dispatch a step; return None if all requests wait for tokens in flight.
+
+        With batches in flight, dispatch until one leaves, and return its plan.
+        """
+        while True:
+            issued = self._dispatch_next()
+            if issued is None or len(issued[0].slots):
+                return issued
+
+    def _dispatch_next(self) -> tuple[Plan, Flight] | None:
         with span("plan"):
             if landed := self.runner.landed():
                 self.scheduler.land(landed)
@@ -277,15 +287,19 @@ class EngineCore:
                 self._fetches.expect(plan)
             step = StepInput(plan, self._batch.rows)
             self._admit(step)
-        if not len(plan.slots):
+        if len(plan.slots):
+            with span("pack"):
+                step.variant, step.chunks = self._batch.variant(plan), self._batch.chunks(plan)
+                for add_inputs in self.features.inputs:
+                    add_inputs(step)
+        elif (carried := self.runner.carried) is not None:
+            self._planned, step.variant = carried, Variant.GREEDY
+        else:
             if len(plan.moves):
                 self.runner.move(plan)
             return None
-        with span("pack"):
-            step.variant, step.chunks = self._batch.variant(plan), self._batch.chunks(plan)
-            for add_inputs in self.features.inputs:
-                add_inputs(step)
-        return plan, self.runner.dispatch(step)
+        issued = self.runner.dispatch(step)
+        return self.runner.sampled_in(plan), issued
 
     def _sample_held(self) -> StuckSequences:
         """Sample the next step in flight if it is held; return the sequences that cannot continue."""
@@ -357,7 +371,7 @@ class EngineCore:
         return self._end_failed(largest)
 
     def _restart(self) -> None:
-        self._in_flight.clear()
+        self._drop_flights()
         self.runner.renew()
         self.scheduler.reset()
 
@@ -381,8 +395,12 @@ class EngineCore:
         return True
 
     def recompute(self) -> None:
-        self._in_flight.clear()  # a replay cannot apply a plan across a reset
+        self._drop_flights()  # a replay cannot apply a plan across a reset
         self.scheduler.reset()
+
+    def _drop_flights(self) -> None:
+        self._in_flight.clear()
+        self.runner.drop_batches()
 
     def start_profile(self, folder: str | Path, num_steps: int = DEFAULT_STEPS) -> Profile:
         self._check_open()

@@ -32,7 +32,7 @@ from jaxllm.scheduler.state import Events, Fork, Plan, Request
 from jaxllm.version import __version__
 
 MAGIC = "jaxllm recording"
-FORMAT = 9
+FORMAT = 10
 MIN_BYTES = 1 << 20
 _PSEUDONYM = 1 << 30  # above all vocabularies, so never a stop token
 _log = logging.getLogger(__name__)

@@ -237,6 +237,8 @@ def _read_limits(data: Mapping[str, Any]) -> Limits:
         raise ValueError("the host has blocks of some layers only")
     if data["num_media_units"] and not data["media_unit"]:
         raise ValueError("a unit of the encoder's cache has no embeddings")
+    if not 1 <= data["num_ticks"] <= 1024:
+        raise ValueError("a plan's tokens come in no tick, or in one too far")
     return Limits(**{**data, "records_blocks": False})
 
 

@@ -227,6 +227,16 @@ def buffer_size(shape: Shape) -> int:
     return size_of(fields(shape))
 
 
+def stride(shape: Shape) -> int:
+    """Return the distance between the batches of a tick's buffer, in int32."""
+    return -(-buffer_size(shape) // ALIGNMENT) * ALIGNMENT
+
+
+def sent_size(shape: Shape, num_ticks: int) -> int:
+    """Return the length of a step's or tick's buffer, in int32."""
+    return buffer_size(shape) if num_ticks == 1 else num_ticks * stride(shape)
+
+
 def size_of(table: Mapping[str, tuple[int, tuple[int, ...]]]) -> int:
     """Return the length of a packed buffer, in int32."""
     offset, size = list(table.values())[-1]

@@ -26,13 +26,14 @@ class DeviceState(Generic[Leaf]):
     kv: tuple[KvLayer[Leaf], ...]
     drafted: Drafted[Leaf] | None
     batch: Leaf | None  # int32[W], on a GPU: the latest packed batch, see `step.unpack`
-    tables: Leaf  # int32[S, M · groups]: blocks, see `Plan.table`; arbitrary beyond a slot's length
+    tables: Leaf  # int32[S, M · groups]: blocks, see `Plan.table`; arbitrary beyond a slot's length; [ticks · S, …]
     tokens: Leaf  # int32[S, M * P]
     sampling: Leaf  # int32[S, ROW_WIDTH]
     extras: Leaf  # int32[S, F] of `sampler.Extras`; the sampling row has the valid length
     hidden: Leaf  # [T, D] of the last widest-variant step, for `scoring`
     media: Leaf | None = None  # [rows, D + …]: see `Context.media`
     sources: Leaf | None = None  # int32[S, 1 + Ms]: number of a source's tokens, then its blocks
+    passing: Leaf | None = None  # [T, D] of each stage: residual stream from the stage before, see ticks.py
 
 
 def abstract(
@@ -47,6 +48,7 @@ def abstract(
     batch_size: int = 0,
     media: tuple[int, int] = (0, 0),
     source_blocks: int = 0,
+    num_ticks: int = 1,
 ) -> DeviceState[jax.ShapeDtypeStruct]:
     """Describe the state (shapes, types, shardings) without allocating; `max_tokens` is T.
 
@@ -55,6 +57,9 @@ def abstract(
 
     def array(shape: tuple[int, ...], kind: jnp.dtype, *axes: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, kind, sharding=layout.sharding(*axes))
+
+    def of_stages(described: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return stages.stack(described, layout) if num_ticks > 1 else described
 
     int32, cache_dtype = jnp.dtype(jnp.int32), cache_dtype or dtype
     drafted = None
@@ -70,13 +75,14 @@ def abstract(
         kv=stages.stack(abstract_kv(spec, geometry, layout, cache_dtype), layout),
         drafted=drafted,
         batch=array((batch_size,), int32) if batch_size else None,
-        tables=array((geometry.num_slots, geometry.max_blocks * geometry.num_groups), int32, "slots"),
+        tables=of_stages(array((geometry.num_slots, geometry.max_blocks * geometry.num_groups), int32, "slots")),
         tokens=array((geometry.num_slots, geometry.max_blocks * geometry.block_size), int32, "slots"),
         sampling=array((geometry.num_slots, ROW_WIDTH), int32, "slots"),
         extras=array((geometry.num_slots, extras.width), int32, "slots"),
         hidden=array((max_tokens, spec.width), dtype),
         media=array(media, dtype) if media[0] else None,
         sources=array((geometry.num_slots, 1 + source_blocks), int32, "slots") if source_blocks else None,
+        passing=of_stages(array((max_tokens, spec.width), dtype)) if num_ticks > 1 else None,
     )
     return layout.ranked(state)
 

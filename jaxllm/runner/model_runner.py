@@ -27,7 +27,7 @@ from jaxllm.compiling.startup_timing import Compilations, Phases
 from jaxllm.config import EngineConfig
 from jaxllm.metrics import DeviceReport, Metrics
 from jaxllm.model import decoder, stages
-from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step, timestamps
+from jaxllm.runner import batch, device_state, host_tier, results, scoring, small_programs, step, ticks, timestamps
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.compiled_programs import VARIANTS, Key, ProgramKeys, Programs
 from jaxllm.runner.disk_store import DiskStore
@@ -43,6 +43,7 @@ from jaxllm.runner.small_programs import SmallPrograms
 from jaxllm.runner.source_encoder import SourceEncoder
 from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
+from jaxllm.runner.ticks import Ticks
 from jaxllm.sampling.logits_processors import load_processors
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
 from jaxllm.scheduler.host_tier import Landed
@@ -119,6 +120,7 @@ class Runner(Residence):
 
     encoder: ImageEncoder | None = None
     sources: SourceEncoder | None = None
+    ticks: Ticks | None = None  # of an engine with batches in flight
 
     def __init__(
         self,
@@ -236,6 +238,7 @@ class Runner(Residence):
             draft_cost=self.drafting.cost if self.drafting is not None else 0,
             window=self.geometry.window,
             num_window_blocks=self.geometry.num_window_blocks,
+            num_ticks=1 if self.ticks is None else self.ticks.count,
             **self._host_limits,
             **self._media_limits,
             **self._source_limits,
@@ -312,12 +315,28 @@ class Runner(Residence):
         """
         with self._compilations_counted():
             with span("pack"):
-                packed = self.pack(given)
+                if self.ticks is None:
+                    packed = self.pack(given)
+                else:
+                    given, packed = self._pack_tick(self.ticks, given)
             started = self.run(packed)
         if given.is_held:
             assert isinstance(started, HeldStep)
             return started
         return self.sample(started) if isinstance(started, HeldStep) else started
+
+    @property
+    def carried(self) -> Plan | None:
+        """The newest plan in flight that needs a dispatch, of another plan or of one without rows, to go on."""
+        return None if self.ticks is None else self.ticks.carried
+
+    def sampled_in(self, plan: Plan) -> Plan:
+        """Return the plan with the results of the dispatch of `plan`."""
+        return plan if self.ticks is None else self.ticks.steps[-1].plan
+
+    def drop_batches(self) -> None:
+        if self.ticks is not None:
+            self.ticks.clear()
 
     def landed(self) -> Sequence[Landed]:
         return () if self._host is None else self._host.landed()
@@ -389,15 +408,23 @@ class Runner(Residence):
         return PackedStep(
             plan=plan,
             way=way,
-            buffer=self._with_room(buffer, way[0]),
+            buffer=buffer if self.ticks is not None else self._with_room(buffer, way[0]),
             table=plan.table[shape.entries :],
             tokens=np.asarray(given.tokens, np.int32) if given.tokens else None,
             extras=given.extras,
+            moves=plan.moves,
             adapters=adapters,
             scored=given.side.get("scored", ()),
             encodes=given.side.get("encodes", ()),
             sources=given.side.get("sources"),
         )
+
+    def _pack_tick(self, own: Ticks, given: StepInput) -> tuple[StepInput, PackedStep]:
+        """Pack the batches of a tick; return the input of the one that leaves, and the tick's."""
+        leaving = own.enter(given)
+        way = self.programs.choose_for(own.extent(), leaving.variant, leaving.is_held)
+        joined = own.join(way, self.pack_for)
+        return leaving, replace(joined, buffer=self._with_room(joined.buffer, way[0]))
 
     def move(self, plan: Plan) -> None:
         """Dispatch the moves of a plan without rows."""
@@ -419,10 +446,10 @@ class Runner(Residence):
                     self.metrics.sounds_encoded += len(packed.encodes)
                 else:
                     self.metrics.images_encoded += len(packed.encodes)
-            if len(plan.moves):
+            if len(packed.moves):
                 if self._host is not None:
-                    self._state = self._host.move(self._state, plan.moves, plan.number)
-                self._state = small.move(self._state, plan.moves)
+                    self._state = self._host.move(self._state, packed.moves, plan.number)
+                self._state = small.move(self._state, packed.moves)
             self._prepare_sources(packed)  # after moves, which may read blocks that they reuse
             own = self.adapters.arguments(packed.adapters, key.shape.adapters)
             self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)
@@ -536,6 +563,9 @@ class Runner(Residence):
         )
         self.programs = self._list_programs()
         self._state_shapes = self._describe_state()
+        if setup.num_ticks > 1:
+            num_blocks = [geometry.array_blocks(group) for group in range(geometry.num_groups)]
+            self.ticks = Ticks(setup.num_ticks, geometry.num_slots, num_blocks)
         self._step_model = StepModel(
             spec=setup.stage_spec,
             geometry=geometry,
@@ -550,6 +580,7 @@ class Runner(Residence):
             adapters=self._row_weights,
             drafting=self.drafting,
             encoder=None if setup.encoder is None else setup.encoder.spec,
+            num_ticks=setup.num_ticks,
             first_timestamp=None
             if setup.encoder is None or not setup.encoder.num_mels
             else timestamps.first_timestamp(setup.generation_config, setup.spec.vocab_size),
@@ -599,9 +630,11 @@ class Runner(Residence):
         own = setup.layout, setup.dtype, self.drafting, setup.cache_dtype
         batch_size = 0
         if self._keeps_batch:
-            batch_size = max(batch.buffer_size(key.shape) for key in (*self.programs.covering, *self.programs.rest))
+            keys = *self.programs.covering, *self.programs.rest
+            batch_size = max(batch.sent_size(key.shape, setup.num_ticks) for key in keys)
         source_blocks = -(-setup.max_source // self.geometry.block_size)
-        return device_state.abstract(setup.stage_spec, *sizes, *own, batch_size, setup.media_rows, source_blocks)
+        own_sizes = batch_size, setup.media_rows, source_blocks, setup.num_ticks
+        return device_state.abstract(setup.stage_spec, *sizes, *own, *own_sizes)
 
     def _list_programs(self) -> Programs:
         setup, geometry = self.setup, self.geometry
@@ -687,10 +720,11 @@ class Runner(Residence):
         if key.part == "sample":
             assert key.variant is not None
             return self._lower_sample(key.shape.rows, key.variant)
+        steps = step if model.num_ticks == 1 else ticks
         if key.variant is None:
-            run = step.build_forward(model, key.shape)
+            run = steps.build_forward(model, key.shape)
         else:
-            run = step.build(model, key.shape, key.variant)
+            run = steps.build(model, key.shape, key.variant)
         size, donated = step.sent_size(model, key.shape, key.variant), step.donated(model, key.variant)
         buffer = layout.ranked(jax.ShapeDtypeStruct((size,), jnp.int32, sharding=layout.sharding()))
         params, state = (tuple(jax.tree.leaves(tree)) for tree in (self._params_shapes, self._state_shapes))

@@ -53,12 +53,10 @@ def run(
     `field` has a batch's fields, "slots" and "positions", i32[T]; `context_of` makes a micro-batch's context from its
     shape and fields.
     """
-    spec, layout, num_slots = model.spec, model.layout, model.geometry.num_slots
+    layout, num_slots = model.layout, model.geometry.num_slots
     count, num_stages, stage = microbatches(shape), layout.stages, lax.axis_index(PIPELINE)
     size = -(-shape.tokens // count)  # B
     own_shape = replace(shape, tokens=size, rows=min(shape.rows, size))
-    ends, leading = stages.ends(layout), layout.division.leading
-    own_end = jnp.asarray(ends)[stage]
     by_token = {name: field[name] for name in ("slots", "positions", "token_adapter") if name in field} | {"x": x}
     pieces = {name: _pieces(of, count, size) for name, of in by_token.items()}
 
@@ -74,31 +72,20 @@ def run(
         y = jnp.where(stage == 0, own["x"], arrived)
         own["slots"] = jnp.where(is_busy, own["slots"], num_slots)
         context = context_of(own_shape, kv, own | _of_piece(field, number * size, size, is_busy, num_slots))
-        done, before = 0, {0: y}
-        for place in sorted({leading, *ends, *(place for _, place in aux_places)} - {0}):
-            further = decoder.run_layers(spec, params, y, context, done, place)
-            if place <= leading:
-                y = jnp.where(stage == 0, further, y)
-            else:  # stages with fewer layers keep their result
-                y = further if place <= ends[-1] else jnp.where(own_end >= place, further, y)
-            done, before[place] = place, y
-        return y, [before[place] for _, place in aux_places]
-
-    def passed_on(y: jax.Array) -> jax.Array:
-        with named_scope("next_stage"):
-            return lax.ppermute(y, PIPELINE, [(before, before + 1) for before in range(num_stages - 1)])
+        before = run_stage_to(model, params, y, context, [place for _, place in aux_places])
+        return before[max(before)], [before[place] for _, place in aux_places]
 
     if count == 1:  # CUDA graphs hold no loop
         y, aux = x, [x] * len(aux_layers)
         for turn in range(num_stages):
-            y, found = tick(turn, passed_on(y) if turn else y, kv)
+            y, found = tick(turn, passed_on(y, num_stages) if turn else y, kv)
             aux = [new if own == turn else old for (own, _), new, old in zip(aux_places, found, aux, strict=True)]
         return y, tuple(from_stage(old, own) for (own, _), old in zip(aux_places, aux, strict=True))
 
     def in_loop(carried: tuple[jax.Array, Any], turn: jax.Array) -> tuple[tuple[jax.Array, Any], Any]:
         arrived, own_kv = carried[0], list(carried[1])
         y, found = tick(turn, arrived, own_kv)
-        return (passed_on(y), tuple(own_kv)), (y, found)
+        return (passed_on(y, num_stages), tuple(own_kv)), (y, found)
 
     def of_stage(made: jax.Array, own: int) -> jax.Array:
         return made[own : own + count].reshape(-1, x.shape[1])[: len(x)]
@@ -107,6 +94,43 @@ def run(
     (_, kv[:]), (made, found) = lax.scan(in_loop, start, jnp.arange(count + num_stages - 1))
     aux = [from_stage(of_stage(each, own), own) for (own, _), each in zip(aux_places, found, strict=True)]
     return of_stage(made, num_stages - 1), tuple(aux)
+
+
+def run_stage(model: StepModel, params: Params[jax.Array], x: jax.Array, context: Context) -> jax.Array:
+    """Run the layers of this device's stage on x [T, D]."""
+    before = run_stage_to(model, params, x, context)
+    return before[max(before)]
+
+
+def run_stage_to(
+    model: StepModel, params: Params[jax.Array], x: jax.Array, context: Context, places: Sequence[int] = ()
+) -> dict[int, jax.Array]:
+    """Run the layers of this device's stage; return the residual stream before some places, `places` among them."""
+    ends, leading, stage = stages.ends(model.layout), model.layout.division.leading, lax.axis_index(PIPELINE)
+    own_end = jnp.asarray(ends)[stage]
+    done, before = 0, {0: x}
+    for place in sorted({leading, *ends, *places} - {0}):
+        further = decoder.run_layers(model.spec, params, x, context, done, place)
+        if place <= leading:
+            x = jnp.where(stage == 0, further, x)
+        else:  # stages with fewer layers keep their result
+            x = further if place <= ends[-1] else jnp.where(own_end >= place, further, x)
+        done, before[place] = place, x
+    return before
+
+
+def passed_on(x: jax.Array, num_stages: int) -> jax.Array:
+    with named_scope("next_stage"):
+        return lax.ppermute(x, PIPELINE, [(before, before + 1) for before in range(num_stages - 1)])
+
+
+def last_hidden(
+    model: StepModel, keeps_all: bool, params: Params[jax.Array], x: jax.Array, last: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the last stage's hidden states on all stages, and the places in them to sample at, None: all."""
+    if last is not None and not keeps_all:  # fewer rows to exchange
+        x, last = x.at[last].get(mode="clip"), None
+    return decoder.final_norm(model.spec, params, from_stage(x, model.layout.stages - 1)), last
 
 
 def from_stage(x: jax.Array, own: int) -> jax.Array:

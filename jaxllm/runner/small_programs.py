@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.runner import scoring, step
+from jaxllm.runner import scoring, step, ticks
 from jaxllm.runner.device_state import DeviceState
 from jaxllm.runner.results import Scored
 from jaxllm.runner.scoring import SCORED_ROWS
@@ -31,15 +31,18 @@ def compile_all(model: StepModel, make: Make) -> dict[str, Any]:
         return layout.ranked(jax.ShapeDtypeStruct(size, jnp.int32, sharding=layout.sharding()))
 
     kv, params = (tuple(jax.tree.leaves(tree)) for tree in (shapes.kv, model.params))
+    patch, build_copy = layout.on_each_rank(step.patch), step.build_copy
+    if model.num_ticks > 1:
+        patch, build_copy = ticks.build_patch(model), ticks.build_copy
     changes, extras = described(2, PATCH_ENTRIES, 3), described(PATCH_EXTRAS, 1 + model.extras.width)
     made = {
-        "patch": make("patch", layout.on_each_rank(step.patch), (0, 1), shapes.tables, shapes.tokens, changes),
+        "patch": make("patch", patch, (0, 1), shapes.tables, shapes.tokens, changes),
         "patch_extras": make("patch_extras", layout.on_each_rank(step.patch_extras), (0,), shapes.extras, extras),
     }
     for group, leaves in enumerate(leaves_by_group(model.spec, model.geometry, shapes.kv)):
         name = COPY_PROGRAMS[group]
         copied = tuple(kv[at] for at in leaves)
-        made[name] = make(name, step.build_copy(layout, copied, name), (0,), copied, described(COPIED_BLOCKS, 2))
+        made[name] = make(name, build_copy(layout, copied, name), (0,), copied, described(COPIED_BLOCKS, 2))
     for name, is_whole in (("score", False), ("score_whole", True)):
         made[name] = make(name, scoring.build(model, is_whole), (), params, shapes.hidden, described(SCORED_ROWS, 2))
     return made
@@ -59,6 +62,7 @@ class SmallPrograms:
         """`shapes` describes the state; `kv` has each group's indices of KV leaves, see `leaves_by_group`."""
         self.programs = programs
         self._num_slots, self._num_extras = shapes.extras.shape
+        self._num_tables = shapes.tables.shape[0]  # S, or those of all stages
         self._structure, self._kv = jax.tree.structure(shapes), kv
         self._geometry, self._vocab_size = geometry, vocab_size
 
@@ -66,7 +70,7 @@ class SmallPrograms:
         """Write block-table entries and tokens, each int32[·, 3] of slot, index and value."""
         parts = [table, np.zeros((0, 3), np.int32) if history is None else history]
         for start in range(0, max(map(len, parts)), PATCH_ENTRIES):
-            changes = np.full((2, PATCH_ENTRIES, 3), self._num_slots, np.int32)
+            changes = np.full((2, PATCH_ENTRIES, 3), self._num_tables, np.int32)
             for target, part in zip(changes, parts, strict=True):
                 piece = part[start : start + PATCH_ENTRIES]
                 target[: len(piece)] = piece
@@ -88,13 +92,13 @@ class SmallPrograms:
     def move(self, state: Leaves, moves: np.ndarray) -> Leaves:
         """Copy the blocks of `Plan.moves` that stay on the device."""
         moves = moves[moves[:, 1] == moves[:, 3]][:, [0, 2, 4]]
-        leaves = list(state)
+        leaves, num_stages = list(state), self._num_tables // self._num_slots
         for group, leaf_indices in enumerate(self._kv):
             copies = moves[moves[:, 0] == group, 1:]
             for start in range(0, len(copies), COPIED_BLOCKS):
                 piece = copies[start : start + COPIED_BLOCKS]
                 places = np.zeros((COPIED_BLOCKS, 2), np.int32)
-                places[:, 1] = self._geometry.array_blocks(group) + np.arange(COPIED_BLOCKS)
+                places[:, 1] = num_stages * self._geometry.array_blocks(group) + np.arange(COPIED_BLOCKS)
                 places[: len(piece)] = piece
                 copied = self.programs[COPY_PROGRAMS[group]](tuple(leaves[at] for at in leaf_indices), places)
                 for at, leaf in zip(leaf_indices, copied, strict=True):

@@ -45,8 +45,8 @@ def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tup
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         state, field = unpack(shape, state, buffer)
         following, logits, laid, aux = _forward(model, shape, variant is Variant.FULL, weights, state, field, adapters)
-        following, joined = _finish(model, shape, variant, weights, following, field, laid, aux, logits)
-        return following, _into(state, buffer, joined)
+        following, joined = finish(model, shape, variant, weights, following, field, laid, aux, logits)
+        return following, into(state, buffer, joined)
 
     return on_shards(model, run, program_name(shape, variant), model.layout.spec("ranks"), shape.adapters)
 
@@ -133,12 +133,12 @@ def build_finish(model: StepModel, shape: Shape, variant: Variant) -> Callable[.
         masks: jax.Array,
     ) -> tuple[DeviceState[jax.Array], jax.Array]:
         state, field = unpack(shape, state, buffer)
-        laid = _lay_out(model, shape, state, field)
+        laid = lay_out(model, shape, state, field)
         assert state.drafted is not None
         aux = tuple(states[: shape.tokens] for states in state.drafted.aux)
         mask = _read_masks(masks)[1]
-        following, joined = _finish(model, shape, variant, weights, state, field, laid, aux, logits, mask)
-        return following, _into(state, buffer, joined)
+        following, joined = finish(model, shape, variant, weights, state, field, laid, aux, logits, mask)
+        return following, into(state, buffer, joined)
 
     name = f"finish_{program_name(shape, variant)}"
     return on_shards(model, run, name, model.layout.spec("ranks"), further=_of_halves(model))
@@ -244,16 +244,21 @@ def unpack(
     it in more places than the copy.
     """
     table = batch.fields(shape)
+    state, buffer = keep(state, buffer, batch.size_of(table))
+    return state, fields_of(table, buffer)
+
+
+def keep(state: DeviceState[jax.Array], buffer: jax.Array, size: int) -> tuple[DeviceState[jax.Array], jax.Array]:
     if state.batch is not None:
-        size, place = batch.size_of(table), state.batch
+        place = state.batch
         packed = jnp.pad(buffer[:size], (0, len(place) - size))
         # One kernel; XLA would update a slice by an asynchronous copy.
         buffer = lax.optimization_barrier(jnp.where(jnp.arange(len(place)) < size, packed, place))
         state = replace(state, batch=buffer)
-    return state, fields_of(table, buffer)
+    return state, buffer
 
 
-def _into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
+def into(state: DeviceState[jax.Array], buffer: jax.Array, joined: jax.Array) -> jax.Array:
     """Return the results, written into the donated batch array if the state stores batches.
 
     XLA would place temporary values in a separate array, whose address changes at every step.
@@ -266,7 +271,7 @@ def sent_size(model: StepModel, shape: Shape, variant: Variant | None) -> int:
 
     XLA would place temporary values in an array that results overwrite entirely.
     """
-    packed = batch.buffer_size(shape)
+    packed = batch.sent_size(shape, model.num_ticks)
     if model.state.batch is None or variant is None:
         return packed
     return max(packed, shape.sampled * result_width(variant, model.num_logprobs, shape.drafts > 0) + 1)
@@ -289,7 +294,7 @@ class BatchLayout(NamedTuple):
     at: SamplePositions
 
 
-def _lay_out(
+def lay_out(
     model: StepModel, shape: Shape, state: DeviceState[jax.Array], field: Mapping[str, jax.Array]
 ) -> BatchLayout:
     known, rows, drafted, offsets = state.tokens, state.sampling, state.drafted, field.get("row_offset")
@@ -341,9 +346,9 @@ def _forward(
     """Return the next state, logits f32[R, Vx], the batch, and an EAGLE-3 head's hidden states."""
     spec, table = model.spec, field["table"]
     tables = state.tables.at[table[:, 0], table[:, 1]].set(table[:, 2], mode="drop")
-    laid = _lay_out(model, shape, state, field)
+    laid = lay_out(model, shape, state, field)
     kv, last = list(state.kv), laid.last
-    context = _context(model, shape, params, kv, tables, field, laid.slots, laid.positions, adapters)
+    context = make_context(model, shape, params, kv, tables, field, laid.slots, laid.positions, adapters)
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
     if "turned" in field:
@@ -355,30 +360,42 @@ def _forward(
     if model.layout.bounds:
 
         def context_of(own: Shape, kv: list[Any], field: Mapping[str, jax.Array]) -> decoder.Context:
-            return _context(model, own, params, kv, tables, field, field["slots"], field["positions"], adapters)
+            return make_context(model, own, params, kv, tables, field, field["slots"], field["positions"], adapters)
 
         x = decoder.embed(spec, params, laid.tokens, context)
         by_token = {**field, "slots": laid.slots, "positions": laid.positions}
         aux_layers = model.drafting.head.aux_layers if model.drafting is not None and model.drafting.head else ()
         x, aux = pipeline.run(model, shape, params, x, kv, by_token, context_of, aux_layers)
-        if last is not None and not keeps_hidden:  # fewer rows to exchange
-            x, last = x.at[last].get(mode="clip"), None
-        hidden = decoder.final_norm(spec, params, pipeline.from_stage(x, model.layout.stages - 1))
+        hidden, last = pipeline.last_hidden(model, keeps_hidden, params, x, last)
     elif model.drafting is not None and model.drafting.head is not None:
         aux_layers = model.drafting.head.aux_layers
         hidden, aux = decoder.forward_with_aux(spec, params, laid.tokens, context, aux_layers)
     else:
         hidden = decoder.forward(spec, params, laid.tokens, context)  # [T, D]
+    following = replace(state, kv=tuple(kv), tables=tables)
+    return *read_out(model, shape, keeps_hidden, params, following, hidden, last, laid), laid, aux
+
+
+def read_out(
+    model: StepModel,
+    shape: Shape,
+    keeps_hidden: bool,
+    params: Params[jax.Array],
+    state: DeviceState[jax.Array],
+    hidden: jax.Array,
+    last: jax.Array | None,
+    laid: BatchLayout,
+) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """Return the next state, and logits f32[R, Vx] of hidden [T, D] at `last`, or of all."""
     kept = state.hidden
     if keeps_hidden:
         kept = lax.dynamic_update_slice(kept, hidden.astype(kept.dtype), (0, 0))
     sampled = hidden if last is None else hidden.at[last].get(mode="clip")
-    logits = _logits(model, shape, params, sampled)  # [R, Vx]
-    following = replace(state, kv=tuple(kv), tables=tables, tokens=laid.known, sampling=laid.sampling, hidden=kept)
-    return following, logits, laid, aux
+    logits = compute_logits(model, shape, params, sampled)  # [R, Vx]
+    return replace(state, tokens=laid.known, sampling=laid.sampling, hidden=kept), logits
 
 
-def _context(
+def make_context(
     model: StepModel,
     shape: Shape,
     params: Params[jax.Array],
@@ -401,7 +418,7 @@ def _context(
     return context
 
 
-def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
+def compute_logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: jax.Array) -> jax.Array:
     """Return the logits of a step's places, f32[R, Vx].
 
     In deterministic mode products have equally many rows with and without drafts: bits depend on it.
@@ -415,7 +432,7 @@ def _logits(model: StepModel, shape: Shape, params: Params[jax.Array], hidden: j
     return jnp.concatenate(pieces)[: len(hidden)]
 
 
-def _finish(
+def finish(
     model: StepModel,
     shape: Shape,
     variant: Variant,

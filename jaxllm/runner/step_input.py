@@ -39,7 +39,8 @@ class PackedStep:
     table: np.ndarray  # int32[·, 3]: block-table entries written before the step
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
-    adapters: tuple[int, ...]  # in argument order
+    moves: np.ndarray  # as `Plan.moves`
+    adapters: tuple[int, ...]
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
     sources: SourceInputs | None = None

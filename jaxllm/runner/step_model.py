@@ -40,6 +40,7 @@ class StepModel:
     drafting: Drafting | None = None  # of an engine that verifies drafts
     encoder: Spec | None = None  # of an encoder-decoder model; programs are kept by these fields
     first_timestamp: int | None = None  # of a speech model, see timestamps.py
+    num_ticks: int = 1  # of a step, see ticks.py
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.errors import ContextLengthError
 from jaxllm.outputs import FinishReason
-from jaxllm.scheduler import beam_groups, drafting, host_tier, media, occupancy, sources, windowed
+from jaxllm.scheduler import beam_groups, drafting, host_tier, in_flight, media, occupancy, sources, windowed
 from jaxllm.scheduler.admission import admit
 from jaxllm.scheduler.host_tier import Landed
 from jaxllm.scheduler.state import (
@@ -156,7 +156,7 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
         pools = (editor.pool, editor.window_pool) if limits.window else (editor.pool,)
         editor.host.store_due(editor.num_planned + 1, limits.max_stores, pools)
     if limits.window:
-        windowed.give_back(editor, limits, table, beam_groups.held(editor) if editor.beam_groups else NO_ROWS)
+        windowed.give_back(editor, limits, table, _held(editor))
     preempted = _grow(editor, limits, table)
 
     moves = NO_MOVES
@@ -167,8 +167,10 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     num_computed, length = editor.slots.num_computed, editor.slots.length
     chunking = num_computed < editor.slots.num_prefill
     decodes = (num_computed < length) & (length < editor.slots.limit) & ~chunking
-    if editor.beam_groups:
-        decodes[beam_groups.held(editor)] = False
+    if editor.beam_groups or editor.batches:
+        decodes[_held(editor)] = False
+    if editor.batches:
+        in_flight.share(editor, decodes)
     row_slots = decodes.nonzero()[0]
     starts = num_computed[row_slots]
     num_decodes = len(row_slots)
@@ -194,6 +196,8 @@ def plan(state: State, limits: Limits, now: float) -> tuple[State, Plan]:
     if limits.max_drafts:
         may_draft = not rows and bool(editor.slots.may_draft[row_slots].all())
         num_drafts, lengths = _verify(editor, limits, row_slots, lengths, table, may_draft)
+    if editor.batches:
+        in_flight.enter(editor, row_slots[samples])
     editor.num_planned += 1
     if limits.num_host_blocks:
         pools = (editor.pool, editor.window_pool) if limits.window else (editor.pool,)
@@ -376,6 +380,12 @@ def _plan_again(editor: StateEditor, limits: Limits, slots: np.ndarray) -> None:
     own.num_returned[slots] = own.num_sampled[slots]
 
 
+def _held(editor: StateEditor) -> np.ndarray:
+    """Return the slots without a newest token that the next plan could compute, intp[·]."""
+    held = beam_groups.held(editor) if editor.beam_groups else NO_ROWS
+    return np.concatenate([held, in_flight.passing(editor)]) if editor.batches else held
+
+
 def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple[int, ...]:
     """Allocate blocks for slots that lack capacity, preempting the last in rank as needed.
 
@@ -385,8 +395,8 @@ def _grow(editor: StateEditor, limits: Limits, table: list[np.ndarray]) -> tuple
     while True:
         slots = editor.slots
         full = (slots.length > slots.capacity) & (slots.length < slots.limit)
-        if editor.beam_groups:
-            full[beam_groups.held(editor)] = False
+        if editor.beam_groups or editor.batches:
+            full[_held(editor)] = False
         growing = full.nonzero()[0]
         lacking = windowed.lacking(editor, limits) if limits.window else {}
         if not len(growing) and not lacking:

@@ -52,6 +52,7 @@ class Limits:
     max_encoded: int = 0  # tokens of images or sources in a plan, beyond its first one
     whole_image: int = 0  # tokens of the longest image, if no chunk may end inside one; 0: chunks may
     max_source: int = 0  # tokens of an encoder's input, see sources.py
+    num_ticks: int = 1  # from a plan to its tokens, 1 each of a pipeline's stages, see in_flight.py
 
     @property
     def num_groups(self) -> int:
@@ -169,6 +170,13 @@ class AllBlocksCleared(NamedTuple):
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
+class Batch(NamedTuple):
+    """The slots that a plan samples, and the admissions of their requests."""
+
+    slots: np.ndarray  # intp[·]
+    epochs: np.ndarray  # int64[·]
+
+
 class State(NamedTuple):
     """The scheduler's state."""
 
@@ -194,6 +202,7 @@ class State(NamedTuple):
     host: Host | None = None
     media: EncoderCache | None = None
     sources: tuple[tuple[int, ...], ...] = ()  # by slot: blocks of its source
+    batches: tuple[Batch, ...] = ()  # of the last `num_ticks` plans, if that is more than 1
 
     @property
     def num_running(self) -> int:
@@ -323,6 +332,7 @@ def initial(limits: Limits) -> State:
         host=host_tier.make_host(limits.host_blocks) if limits.num_host_blocks else None,
         media=media.make_cache(limits.num_media_units) if limits.num_media_units else None,
         sources=((),) * num_slots if limits.max_source else (),
+        batches=(Batch(NO_ROWS, zeros(0, np.int64)),) * limits.num_ticks if limits.num_ticks > 1 else (),
     )
 
 
@@ -372,6 +382,7 @@ class StateEditor:
         self.beam_groups = state.beam_groups
         self.entries = state.entries
         self.copies = state.copies
+        self.batches = state.batches
         self.source_encodes: list[Encode] = []
         self.num_encoded = 0  # tokens of `source_encodes`
         self._was_cleared = False
@@ -497,6 +508,7 @@ class StateEditor:
             beam_groups=self.beam_groups,
             entries=self.entries,
             copies=self.copies,
+            batches=self.batches,
         )
         if old.host is not None:
             host = self._parts.get("host")

@@ -83,6 +83,7 @@ class Setup:
     processor: Processor | None = None
     encoder: Encoder | None = None
     decoder_start: tuple[int, ...] = ()  # tokens
+    num_ticks: int = 1  # of a step: the pipeline stages if each computes another batch, see `choose_ticks`
 
     @property
     def stage_spec(self) -> Spec:
@@ -326,7 +327,17 @@ def prepare(config: EngineConfig, needs_weights: bool = True) -> Setup:
         processor=None if described.processor is None else described.processor.within(longest),
         encoder=described.encoder,
         decoder_start=() if described.encoder is None else decoder_start({**checkpoint, **generation_config}),
+        num_ticks=choose_ticks(config, layout, how, described.images),
     )
+
+
+def choose_ticks(config: EngineConfig, layout: Layout, drafting: Drafting | None, images: Images | None) -> int:
+    """Return the ticks of a step: one for each stage, with a batch in each; or 1, a program that runs all stages.
+
+    Drafts, adapters, images, KV offloading and several hosts need one batch in a program.
+    """
+    needs_one = drafting, images, config.enable_lora, config.kv_offloading_size, layout.spans_processes
+    return 1 if any(needs_one) else layout.stages
 
 
 def decoder_start(settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -458,6 +469,7 @@ def plan_memory(config: EngineConfig, setup: Setup, free: int | None, temporarie
         * setup.max_num_seqs
         * ((2 if own_window else 1) * longest + setup.max_model_len + extras_of(config, spec).width)
         + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (1 + num_aux)
+        + setup.max_num_batched_tokens * spec.width * setup.dtype.itemsize * (setup.num_ticks > 1)
         + math.prod(setup.media_rows) * setup.dtype.itemsize
         + 4 * setup.max_num_seqs * -(-setup.max_source // config.block_size),
         block=block,

@@ -30,7 +30,7 @@ from jaxllm.model.lora_linear import AdapterWeights
 from jaxllm.model.parameters import Scheme, Weight
 from jaxllm.model.sharding import NO_STAGES, Division, Layout, make_layout
 from jaxllm.model.spec import Spec, heads_per_shard
-from jaxllm.runner import batch, device_state, step
+from jaxllm.runner import batch, device_state, step, ticks
 from jaxllm.runner.batch import Shape
 from jaxllm.runner.step_model import StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
@@ -170,8 +170,8 @@ def compile_step(
     With `drafting` each row verifies and drafts the maximal number of drafts. With a `scheme` the layers' matrices are
     quantized, not the head; without one as config.json describes. `cache` is the type of keys and values, default
     `dtype`. `stays`: the state includes the batch. `divides_experts`: expert parallelism. `num_stages` share the
-    devices, or `num_ranks` with `rows` or `tokens` each. `media`: rows of images' embeddings, which a ragged step
-    reads.
+    devices, with batches in flight unless rows draft or have adapters, or `num_ranks` with `rows` or `tokens` each.
+    `media`: rows of images' embeddings, which a ragged step reads.
     """
     spec, family = read_spec(dict(config))
     slots = max(64, rows or 0)
@@ -245,9 +245,9 @@ def compile_shape(
     stored = jnp.dtype(cache or dtype)
     own = over, jnp.dtype(dtype), drafting, stored
     rows = (0, 0) if images is None else (shape.media, images.spec.row_width)
-    state = device_state.abstract(
-        spec, geometry, shape.tokens, extras, *own, 2 * batch.buffer_size(shape) * stays, rows
-    )
+    num_ticks = 1 if drafting or shape.adapters else num_stages
+    size = 2 * batch.sent_size(shape, num_ticks) * stays
+    state = device_state.abstract(spec, geometry, shape.tokens, extras, *own, size, rows, num_ticks=num_ticks)
     chosen = kernels_of(spec, over, dtype, kernels, scheme, cache, is_deterministic)
     model = StepModel(
         spec=spec,
@@ -261,8 +261,10 @@ def compile_shape(
         kernels=chosen,
         adapters=AdapterWeights(adapter, joins=True),
         drafting=drafting,
+        num_ticks=num_ticks,
     )
-    run = step.build_forward(model, shape) if variant is None else step.build(model, shape, variant)
+    of = step if num_ticks == 1 else ticks
+    run = of.build_forward(model, shape) if variant is None else of.build(model, shape, variant)
     size = step.sent_size(model, shape, variant)
     buffer = over.ranked(jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over.sharding()))
     leaves = (tuple(jax.tree.leaves(tree)) for tree in (params, state))

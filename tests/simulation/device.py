@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as made_by
 from functools import partial
 from itertools import pairwise
 from operator import ne
@@ -35,6 +36,8 @@ from jaxllm.runner.model_runner import HeldStep, Runner, StepInFlight
 from jaxllm.runner.resident_adapters import ResidentAdapters
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.small_programs import COPY_PROGRAMS, SmallPrograms
+from jaxllm.runner.step_input import PackedStep
+from jaxllm.runner.ticks import Ticks
 from jaxllm.sampling.sampler import ROW_WIDTH, Extras, Variant
 from jaxllm.scheduler.state import Limits
 from jaxllm.setup import draft_setup
@@ -121,11 +124,44 @@ class Logits:
     verified: Sequence[tuple[int, int]] = ()  # drafts of each row, and accepted ones
 
 
+@dataclass
+class Batch:
+    """The rows of a step on their way through the stages; lists are by place."""
+
+    slots: np.ndarray
+    ends: np.ndarray
+    token_slots: np.ndarray
+    positions: np.ndarray
+    tokens: np.ndarray
+    content: np.ndarray  # hashes of the tokens
+    num_decodes: int  # places of decode rows
+    samples: list[bool]
+    offsets: list[int]  # from the row's first place
+    owners: list[Truth]
+    firsts: list[int]  # first place of each row
+    row_slots: np.ndarray
+    row_ends: np.ndarray
+    expected: np.ndarray  # hashes that the rows must read
+    starts: np.ndarray  # of the rows
+    astray: dict[int, int]  # as `Device.astray`
+    poisoned: set[int] = made_by(default_factory=set)  # places
+    written: list[np.ndarray] = made_by(default_factory=list)  # indices of the tokens in the cache, by group
+
+
 class Device:
     """The memory of a device, and programs over it."""
 
-    def __init__(self, geometry: Geometry, extras: Extras, faults: Faults, max_drafts: int, media: Rows | None) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        extras: Extras,
+        faults: Faults,
+        max_drafts: int,
+        media: Rows | None,
+        num_stages: int = 1,
+    ) -> None:
         self.geometry = geometry
+        self.num_stages = num_stages
         self.media = media
         self.sources: dict[int, tuple[int, list[int]]] | None = None  # by slot: tokens and blocks
         self.max_drafts = max_drafts
@@ -154,9 +190,12 @@ class Device:
             self.sources.clear()
         self.generation += 1
         groups = range(geometry.num_groups)
-        self.content = [np.zeros(geometry.array_blocks(group) * geometry.block_size, np.uint64) for group in groups]
+        # The pipeline's batches, the newest first; caches and block tables of all stages, one after the other.
+        self.passing: list[Batch | None] = [None] * self.num_stages
+        self._sizes = [geometry.array_blocks(group) * geometry.block_size for group in groups]
+        self.content = [np.zeros(self.num_stages * size, np.uint64) for size in self._sizes]
         # Entries of windowed layers that were never written name block 0, so that a read of it fails.
-        self.tables = np.zeros((slots, geometry.max_blocks * len(groups)), np.int32)
+        self.tables = np.zeros((self.num_stages * slots, geometry.max_blocks * len(groups)), np.int32)
         self.tables[:, :: len(groups)] = geometry.num_blocks
         self.tokens = np.full((slots, longest + 2), -1, np.int32)
         self.rows = np.zeros((slots, ROW_WIDTH), np.int32)
@@ -195,12 +234,14 @@ class Device:
         def forward(params: Any, state: Any, buffer: np.ndarray, *adapters: tuple[int, ...]) -> tuple[Any, Logits]:
             self.faults.before_dispatch(shape)
             self._check_state()
-            if len(buffer) != batch.buffer_size(shape):
+            if len(buffer) != batch.sent_size(shape, self.num_stages):
                 raise Violation("I12: the buffer is not one of the program's")
-            field = batch.views(buffer, batch.fields(shape))
+            starts = range(0, self.num_stages * batch.stride(shape), batch.stride(shape))
+            fields = [batch.views(buffer[start:], batch.fields(shape)) for start in starts]
+            field = fields[-1]
             if len(adapters) != shape.adapters:
                 raise Violation("a program gets another number of adapters than it takes")
-            logits = self._forward(shape, field, [adapter[0] if adapter else 0 for adapter in adapters])
+            logits = self._forward(shape, fields, [adapter[0] if adapter else 0 for adapter in adapters])
             if not shape.is_decode:
                 num_tokens = np.count_nonzero(field["token_slot"] < self.geometry.num_slots)
                 logits.num_chunk_tokens = int(num_tokens - field["num_decodes"][0])
@@ -235,9 +276,8 @@ class Device:
     def patch(self, tables: np.ndarray, tokens: np.ndarray, changes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write the entries of block tables and the tokens that do not fit into the buffer of a step."""
         self._check_state()
-        num_slots = self.geometry.num_slots
         for target, change in ((self.tables, changes[0]), (self.tokens, changes[1])):
-            change = change[change[:, 0] < num_slots]
+            change = change[change[:, 0] < len(target)]
             target[change[:, 0], change[:, 1]] = change[:, 2]
         return tables, tokens
 
@@ -267,20 +307,41 @@ class Device:
         if self.is_lost:
             raise Violation("a program was given a state that is gone")
 
-    def _forward(self, shape: Shape, field: Mapping[str, np.ndarray], adapters: Sequence[int]) -> Logits:
-        """Write and check the tokens of a step; `adapters` has the contents of its adapter arguments."""
-        geometry = self.geometry
-        num_slots, size = geometry.num_slots, geometry.block_size
+    def _forward(self, shape: Shape, fields: Sequence[Mapping[str, np.ndarray]], adapters: Sequence[int]) -> Logits:
+        """Take in the newest batch, compute one in each stage, and return the places of the oldest.
+
+        `fields` has those of each batch; `adapters` the contents of the adapter arguments.
+        """
         self.num_steps += 1
-        slots = field["row_slot"]
-        num_places = int(np.count_nonzero(slots < num_slots))
-        slots = slots[:num_places]
-        table = field["table"]
-        table = table[: np.count_nonzero(table[:, 0] < num_slots)]
+        self.passing = [self._enter(shape, fields[0], adapters), *self.passing[:-1]]
+        for stage, (own, field) in enumerate(zip(self.passing, fields, strict=True)):
+            slots = field["row_slot"]
+            slots = slots[slots < self.geometry.num_slots].tolist()
+            self._write_tables(field["table"], stage)
+            if own is None or not slots:  # the host has dropped the batch
+                self.passing[stage] = own = None
+            if (own.slots.tolist() if own is not None else []) != slots:
+                raise Violation("a stage computes another batch than that which the stage before passes on")
+            if own is not None:
+                self._compute(shape, own, stage)
+        return self._leave(shape, self.passing[-1], fields[-1])
+
+    def _write_tables(self, table: np.ndarray, stage: int) -> None:
+        geometry = self.geometry
+        table = table[: np.count_nonzero(table[:, 0] < geometry.num_slots)]
         for slot, index, block in table.tolist():
             if slot < 0 or index < 0 or not 0 <= block < geometry.array_blocks(index % geometry.num_groups):
                 raise Violation("a block that does not exist")
-            self.tables[slot, index] = block
+            self.tables[stage * geometry.num_slots + slot, index] = block
+
+    def _enter(self, shape: Shape, field: Mapping[str, np.ndarray], adapters: Sequence[int]) -> Batch | None:
+        """Read the tokens of a batch and compute their hashes; return None for one without rows."""
+        num_slots = self.geometry.num_slots
+        slots = field["row_slot"]
+        num_places = int(np.count_nonzero(slots < num_slots))
+        if not num_places:
+            return None
+        slots = slots[:num_places]
         ends = field["row_position"][:num_places] + 1
         offsets = [0] * num_places
         if shape.is_decode:
@@ -318,7 +379,7 @@ class Device:
         if self.sources is not None:
             self._check_sources(self.sources, set(slot_list))
 
-        # Write: the content follows from the token and from the sequence before it, which is checked below.
+        # The content follows from the token and from the sequence before it, which is checked below.
         content = self._chains[token_slots, positions]
         is_wrong = tokens != self._truths[token_slots, positions]
         if any(offsets):
@@ -327,61 +388,91 @@ class Device:
         astray = self._follow_astray(token_slots, positions, tokens, content, is_wrong) if self.astray else []
         if np.count_nonzero(is_wrong):
             raise Violation("a row holds tokens that are not its request's")
-        places: list[np.ndarray] = []
-        for group, (held, num_blocks) in enumerate(
-            zip(self.content, (geometry.num_blocks, geometry.num_window_blocks), strict=False)
-        ):
-            own = self.tables[token_slots, positions // size * geometry.num_groups + group] * size + positions % size
-            place_list = own.tolist()
+        firsts = [place for place, offset in enumerate(offsets) if not offset]
+        row_slots, row_ends = (slots, ends) if len(firsts) == num_places else (slots[firsts], ends[firsts])
+        return Batch(
+            slots=slots,
+            ends=ends,
+            token_slots=token_slots,
+            positions=positions,
+            tokens=tokens,
+            content=content,
+            num_decodes=num_decodes,
+            samples=samples,
+            offsets=offsets,
+            owners=[owner for owner in owners if owner is not None],
+            firsts=firsts,
+            row_slots=row_slots,
+            row_ends=row_ends,
+            expected=self._chains[row_slots, : int(row_ends.max())],
+            starts=row_ends - (1 if shape.is_decode else np.diff(field["row_last"][:num_places], prepend=-1)),
+            astray={slot: self.astray[slot] for slot in astray},
+        )
+
+    def _compute(self, shape: Shape, own: Batch, stage: int) -> None:
+        """Write the tokens of a batch into a stage's cache, then check the content that its rows read."""
+        geometry = self.geometry
+        size, token_slots, positions = geometry.block_size, own.token_slots, own.positions
+        tables = self.tables[stage * geometry.num_slots :][: geometry.num_slots]
+        slot_list, offsets = own.slots.tolist(), own.offsets
+        own.written = []
+        for group, num_blocks in enumerate((geometry.num_blocks, geometry.num_window_blocks)[: geometry.num_groups]):
+            held = self.content[group][stage * self._sizes[group] :][: self._sizes[group]]
+            places = tables[token_slots, positions // size * geometry.num_groups + group] * size + positions % size
+            place_list = places.tolist()
             if max(place_list) >= num_blocks * size:
                 raise Violation("a row has no block for its token")
             if len(set(place_list)) < len(place_list):
                 raise Violation("I4: two tokens are written to one place")
-            held[own] = content
-            places.append(own)
+            held[places] = own.content
+            own.written.append(places + stage * self._sizes[group])
             if shape.drafts:
                 for slot in {slot for slot, offset in zip(slot_list, offsets, strict=True) if offset}:
-                    self.faults.check_private(slot, group, set((own[slots == slot] // size).tolist()))
-        self.hidden, self._hidden_slots = content, token_slots
-        self.num_tokens += len(content)
+                    self.faults.check_private(slot, group, set((places[own.slots == slot] // size).tolist()))
 
         # Read: every position of every row. The positions that only drafts read were written by this step.
-        firsts = [place for place, offset in enumerate(offsets) if not offset]
-        row_slots, row_ends = (slots, ends) if len(firsts) == num_places else (slots[firsts], ends[firsts])
-        longest = int(row_ends.max())
-        poisoned: set[int] = set()
-        for group, held in enumerate(self.content):
-            blocks = self.tables[row_slots][:, self._block_of[:longest] * geometry.num_groups + group]
+        longest = own.expected.shape[1]
+        for group in range(geometry.num_groups):
+            held = self.content[group][stage * self._sizes[group] :][: self._sizes[group]]
+            blocks = tables[own.row_slots][:, self._block_of[:longest] * geometry.num_groups + group]
             found = held.take(blocks * size + self._offset_of[:longest], mode="clip")
-            wrong = found != self._chains[row_slots, :longest]
-            if len(firsts) > 1:
-                wrong &= self._positions[:longest] < row_ends[:, None]
-            for slot in astray:
-                wrong[row_slots == slot, self.astray[slot]] = False
+            wrong = found != own.expected
+            if len(own.firsts) > 1:
+                wrong &= self._positions[:longest] < own.row_ends[:, None]
+            for slot, position in own.astray.items():
+                wrong[own.row_slots == slot, position] = False
             if group:  # before the window, where weights are 0, the block of zeros is allowed
-                lengths = 1 if shape.is_decode else np.diff(field["row_last"][:num_places], prepend=-1)
-                starts = row_ends - lengths
                 is_nothing = (blocks == geometry.num_window_blocks) & (found == 0)
-                wrong &= ~(is_nothing & (self._positions[:longest] <= (starts - geometry.window)[:, None]))
+                wrong &= ~(is_nothing & (self._positions[:longest] <= (own.starts - geometry.window)[:, None]))
             if np.count_nonzero(wrong):
                 for row in wrong.any(1).nonzero()[0].tolist():
                     if (found[row][wrong[row]] != POISON).any():
-                        raise Violation(f"I3: slot {row_slots[row]} reads a place that holds something else")
-                    poisoned.add(firsts[row])  # by a failed row, which the host has not seen yet
+                        raise Violation(f"I3: slot {own.row_slots[row]} reads a place that holds something else")
+                    own.poisoned.add(own.firsts[row])  # by a failed row, which the host has not seen yet
 
-        last = slice(None) if shape.is_decode else field["row_last"][:num_places]
-        living = [owner for owner in owners if owner is not None]
+    def _leave(self, shape: Shape, own: Batch | None, field: Mapping[str, np.ndarray]) -> Logits:
+        """Write the tokens and parameters of a batch that is sampled now; return its places."""
+        if own is None:
+            return Logits(self.num_steps, 0, np.zeros(0, np.int32), np.zeros(0, np.int32), [], [], [], [], [], set())
+        chunks = slice(own.num_decodes, None)
+        last: Any = slice(None)
+        if not shape.is_decode:
+            last = field["row_last"][: len(own.slots)]
+            self.rows[own.slots] = field["sampling"][: len(own.slots)]
+            self.tokens[own.token_slots[chunks], own.positions[chunks]] = own.tokens[chunks]
+        self.hidden, self._hidden_slots = own.content, own.token_slots
+        self.num_tokens += len(own.content)
         return Logits(
             number=self.num_steps,
-            num_decodes=num_decodes,
-            slots=slots,
-            ends=ends,
-            samples=samples,
-            owners=living,
-            offsets=offsets,
-            tokens=tokens[last].tolist(),
-            written=[own[last] for own in places],
-            poisoned=poisoned,
+            num_decodes=own.num_decodes,
+            slots=own.slots,
+            ends=own.ends,
+            samples=own.samples,
+            owners=own.owners,
+            offsets=own.offsets,
+            tokens=own.tokens[last].tolist(),
+            written=[places[last] for places in own.written],
+            poisoned=own.poisoned,
         )
 
     def _read_rows(
@@ -569,10 +660,14 @@ class Device:
                 joined[row, 1] = _check_mask(owner, end, mask)
             elif mask is not None:
                 raise Violation("a row has a mask and no grammar")
-            if owner.variant == 3:
-                self._check_full(slot, owner, end)
-            self.tokens[slot, end] = self._truths[slot, end] = joined[row, 0] = token
-            self._chains[slot, end] = owner.chain[end]
+            self.tokens[slot, end] = joined[row, 0] = token
+            if self.num_stages == 1 or self.faults.is_wanted(self.sampling, row):
+                if self.rows[slot].tobytes() != owner.row_bytes:
+                    raise Violation("a row is sampled with the parameters of another request")
+                if owner.variant == 3:
+                    self._check_full(slot, owner, end)
+            if self.owners[slot] is owner:  # else the slot was given to another since
+                self._truths[slot, end], self._chains[slot, end] = token, owner.chain[end]
             if owner.params.logprobs is not None:
                 _fill_logprobs(joined[row : row + 1], [int(owner.chain[end - 1])], [token])
         for row in struck:
@@ -611,11 +706,11 @@ class Device:
     def copy_blocks(self, kv: tuple[()], places: np.ndarray, group: int = 0) -> tuple[()]:
         """Copy blocks of a group's layers; numbers beyond the last block are padding."""
         self._check_state()
-        copies = places[places[:, 1] < self.geometry.array_blocks(group)]
+        copies = places[places[:, 1] < self.num_stages * self.geometry.array_blocks(group)]
         sources, targets = copies.T.tolist()
         if len(set(targets)) < len(targets) or {*sources} & {*targets}:
             raise Violation("a block is copied onto twice, or both from and onto")
-        blocks = self.content[group].reshape(self.geometry.array_blocks(group), -1)
+        blocks = self.content[group].reshape(self.num_stages * self.geometry.array_blocks(group), -1)
         blocks[targets] = blocks[sources]
         self.num_copied += len(copies)
         return kv
@@ -678,7 +773,7 @@ class Device:
             at += length
         if at != num_tokens:
             raise Violation("tiles do not cover the chunks of prompts")
-        self.rows[slots] = new = field["sampling"][:num_rows]
+        new = field["sampling"][:num_rows]
         for (slot, _, _), row, key in zip(rows, new, new[:, KEY_AT : KEY_AT + 2].view(np.uint32).tolist(), strict=True):
             truth = self.truths.get(key[0] << 32 | key[1])
             if truth is None or truth.row_bytes != row.tobytes():
@@ -699,7 +794,6 @@ class Device:
                 positions = np.concatenate([begun - 1, positions[num_decodes:]])
                 ends = np.concatenate([begun, ends[num_decodes:]])
             tokens[:num_decodes] = self.tokens[token_slots[:num_decodes], positions[:num_decodes]]
-        self.tokens[token_slots, positions] = tokens
         return token_slots, positions, tokens, ends
 
     def _check_full(self, slot: int, owner: Truth, end: int) -> None:
@@ -776,7 +870,11 @@ class SimulatedRunner(Runner):
         self._config = config
         self._running_thread = None
         self.encoder: Any = Rows(setting) if setting["media_units"] else None
-        self.device = Device(geometry, self.extras, faults, max_drafts, self.encoder)
+        num_stages: int = setting.get("num_stages", 1)
+        self.device = Device(geometry, self.extras, faults, max_drafts, self.encoder, num_stages)
+        if num_stages > 1:
+            num_blocks = [geometry.array_blocks(group) for group in range(geometry.num_groups)]
+            self.ticks = Ticks(num_stages, geometry.num_slots, num_blocks)
         self.sources: Any = sources.SourceRows(setting, self.device) if setting["max_source"] else None
         self._params = ()
         self.adapters = adapters
@@ -836,6 +934,10 @@ class SimulatedRunner(Runner):
     def compile(self, key: Key) -> None:
         """Make a program ready, as production's background thread does."""
         self.programs._ready[key] = self.device.program(key)
+
+    def run(self, packed: PackedStep) -> StepInFlight | HeldStep:
+        self.device.sampling = packed.plan.number
+        return super().run(packed)
 
     def sample(
         self, held: HeldStep, masks: np.ndarray | None = None, is_masked: np.ndarray | None = None

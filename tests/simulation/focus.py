@@ -57,7 +57,19 @@ def _hosted(setting: dict[str, Any], times: int, **others: Any) -> dict[str, Any
     return setting | {"host_blocks": [*blocks]} | others
 
 
+def with_stages(count: int) -> dict[str, Any]:
+    """Return settings with batches in flight in `count` stages, without the features that need one."""
+    absent = dict.fromkeys(("max_adapters", "num_adapters", "max_kept", "max_drafts", "media_units", "max_source"), 0)
+    return absent | {"num_stages": count, "host_blocks": [0, 0], "swaps": False, "has_disk": False}
+
+
 FOCUS = {
+    # Batches in flight in two and four stages, with requests that end, are preempted or fail on the way.
+    "stages": Focus(
+        lambda chance: _tight(chance, 8, 8, beams=0.2, grammars=0.2) | with_stages(chance.choice((2, 4))),
+        {"abort": 0.1, "disconnect": 0.05, "not_finite": 0.02, "result_lost": 0.01, "masks_late": 0.05},
+        ("empty_tick", "left_for_later", "waited_tick", "preemption", "beam_forks", "masks_late", "not_finite"),
+    ),
     # Beam searches that are preempted, run again in a pool that is as small as before, fork and end there.
     "searches": Focus(
         lambda chance: _tight(chance, 6, 6, beams=0.8, max_drafts=0, grammars=0.0, most_queued_tokens=None),

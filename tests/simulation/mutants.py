@@ -101,13 +101,12 @@ HISTORY = [
     ),
     Mutant(
         "a mask is made when its step is planned, before the last token was read",
-        "engine.engine_core.EngineCore._issue",
-        "return plan, self.runner.dispatch(step)",
+        "engine.engine_core.EngineCore._dispatch_next",
+        "issued = self.runner.dispatch(step)\n",
         "issued = self.runner.dispatch(step)\n"
         "    if isinstance(issued, HeldStep):\n"
-        "        (masks,) = (make(plan) for make in self.features.masks)\n"
-        "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n"
-        "    return plan, issued",
+        "        (masks,) = (make(issued.plan) for make in self.features.masks)\n"
+        "        issued = self.runner.sample(issued, masks.words, masks.is_masked)\n",
     ),
     Mutant(
         "forced tokens do not void the row in flight",
@@ -123,9 +122,9 @@ HISTORY = [
     ),
     Mutant(
         "the step behind a recovery does not wait for its masks",
-        "engine.engine_core.EngineCore._issue",
-        "return plan, self.runner.dispatch(step)",
-        "step.is_held &= not self._failed_steps.count\n    return plan, self.runner.dispatch(step)",
+        "engine.engine_core.EngineCore._dispatch_next",
+        "issued = self.runner.dispatch(step)",
+        "step.is_held &= not self._failed_steps.count\n    issued = self.runner.dispatch(step)",
     ),
     Mutant(
         "a grammar reads a token that is dropped because of a preemption",
@@ -263,13 +262,13 @@ HISTORY = [
     Mutant(
         "blocks are copied after the step has written them",
         "runner.model_runner.Runner.run",
-        "            self._state = small.move(self._state, plan.moves)\n"
+        "            self._state = small.move(self._state, packed.moves)\n"
         "        self._prepare_sources(packed)  # after moves, which may read blocks that they reuse\n"
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
         "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n",
         "        own = self.adapters.arguments(packed.adapters, key.shape.adapters)\n"
         "        self._state, returned = self.programs[key](self._params, self._state, packed.buffer, *own)\n"
-        "        if len(plan.moves):\n            self._state = small.move(self._state, plan.moves)\n",
+        "        if len(packed.moves):\n            self._state = small.move(self._state, packed.moves)\n",
     ),
     Mutant(
         "a child is given the blocks of its own old sequence",
@@ -651,6 +650,62 @@ HISTORY = [
         "Encode(request.sequence_id, len(arriving.hits), blocks)",
         "Encode(request.sequence_id, arriving.num_new, blocks)",
         focus="sources",
+    ),
+    Mutant(
+        "a row is planned while its token is in flight",
+        "scheduler.in_flight.passing",
+        "ready(editor)[1:]",
+        "[each[:0] for each in ready(editor)]",
+        focus="stages",
+    ),
+    Mutant(
+        "results are committed to another batch",
+        "runner.model_runner.Runner.sampled_in",
+        "self.ticks.steps[-1].plan",
+        "self.ticks.steps[0].plan",
+        focus="stages",
+    ),
+    Mutant(
+        "forced tokens get no blocks while a dropped row is in flight",
+        "scheduler.in_flight.ready",
+        "& decodes[batch.slots]",
+        "",
+        focus="stages",
+    ),
+    Mutant(
+        "a batch is left in the pipeline",
+        "engine.engine_core.EngineCore._dispatch_next",
+        "(carried := self.runner.carried)",
+        "(carried := None)",
+        focus="stages",
+    ),
+    Mutant(
+        "all rows that can be planned are, and the next ticks are empty",
+        "scheduler.in_flight.share",
+        "[most:]",
+        "[len(now) :]",
+        focus="stages",
+    ),
+    Mutant(
+        "the first stage gets the block tables of all batches",
+        "runner.ticks.Ticks.join",
+        "self._first_slot(at)",
+        "self._first_slot(0)",
+        focus="stages",
+    ),
+    Mutant(
+        "a beam's block is copied while other stages still write it",
+        "runner.ticks.Ticks.join",
+        "self._of_stage(each.moves, at)",
+        "self._of_stage(packed[0].moves, at)",
+        focus="stages",
+    ),
+    Mutant(
+        "batches of before a failed step go on",
+        "engine.engine_core.EngineCore._drop_flights",
+        "self.runner.drop_batches()",
+        "pass",
+        focus="stages",
     ),
 ]
 

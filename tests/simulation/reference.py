@@ -120,6 +120,9 @@ class Reference:
         self.unread: deque[list[int]] = deque()  # entries of a plan's block table, not compared yet
         self.windows: Counter[str] = Counter()  # events of windowed layers' blocks, by name
         self.num_readmitted = 0
+        # Of the last plans, the newest last: the entries that each samples, with their admissions.
+        self.batches: deque[list[tuple[Entry, int]]] = deque([[]] * limits.num_ticks, limits.num_ticks)
+        self.ticks: Counter[str] = Counter()  # events of batches in flight, by name
         self._began: list[tuple[int, int]] = []  # tokens and cached tokens of beams that this plan admits
         self._claim = claim
         self._forget_cache()
@@ -211,7 +214,7 @@ class Reference:
             growing = [
                 entry
                 for _, entry in sorted(self.running.items())
-                if entry.length > len(entry.table) * size and entry.length < entry.limit and not is_held(entry)
+                if entry.length > len(entry.table) * size and entry.length < entry.limit and not self._waits(entry)
             ]
             counts = [-(-entry.length // size) - len(entry.table) for entry in growing]
             lacking = {
@@ -270,8 +273,9 @@ class Reference:
         decodes = [
             entry
             for entry in works
-            if entry.num_computed >= entry.num_prefill and entry.length < entry.limit and not is_held(entry)
+            if entry.num_computed >= entry.num_prefill and entry.length < entry.limit and not self._waits(entry)
         ]
+        decodes = self._shared(decodes)
         rows += [(entry, entry.num_computed, 1) for entry in decodes]
         budget = self.limits.max_step_tokens - len(decodes)
         chunks: list[tuple[Entry, int, int]] = []
@@ -387,6 +391,8 @@ class Reference:
             expected.append((entry.slot, start, length + count, samples))
             record.append((entry, entry.num_sampled, samples, entry.admission, count))
         self.num_planned += 1
+        self.ticks["empty_tick"] += self.limits.num_ticks > 1 and not rows and any(self._flying)
+        self.batches.append([(entry, entry.admission) for entry, _, samples, *_ in record if samples])
         if self.host.groups:
             evicted = self.blocks.evicted, self.windowed.evicted
             moves = [*self.host.finish(self.num_planned, evicted[: self.limits.num_groups]), *moves]
@@ -594,6 +600,37 @@ class Reference:
 
     # The rules.
 
+    @property
+    def _flying(self) -> list[list[Entry]]:
+        """The entries of each batch that is still in flight in the next plan's tick."""
+        return [
+            [
+                entry
+                for entry, admission in batch
+                if entry.slot >= 0 and entry.admission == admission and entry.num_computed >= entry.num_prefill
+            ]
+            for batch in list(self.batches)[1:]
+        ]
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether an entry cannot decode: its newest token is not chosen yet, or on its way through the stages."""
+        return is_held(entry) or any(entry in batch for batch in self._flying)
+
+    def _shared(self, decodes: list[Entry]) -> list[Entry]:
+        """Return the rows of this tick, so that the rows of all ticks are as equal as they can be made by waiting."""
+        if self.limits.num_ticks == 1 or not decodes:
+            return decodes
+        sizes = [len(decodes), *(sum(entry.length < entry.limit for entry in batch) for batch in self._flying)]
+        sums = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
+        numbers = range(1, 1 + len(decodes))
+        count = next(each for each in numbers if any(each * at >= sums[at] for at in range(1, len(sums))))
+        back = [entry for entry, admission in self.batches[0] if entry.admission == admission]
+        late = [entry for entry in decodes if entry not in back]
+        self.ticks["left_for_later"] += count < len(decodes)
+        self.ticks["waited_tick"] += bool(late)
+        chosen = [*late, *(entry for entry in decodes if entry in back)][:count]
+        return [entry for entry in decodes if entry in chosen]
+
     def _has_answered(self, beam_group: int) -> bool:
         return all(
             each.is_idle
@@ -616,7 +653,7 @@ class Reference:
         at = min(entry.num_computed, entry.num_tokens - 1)
         first = at - at % size - window + 1  # the first token that is seen from there
         works = entry.num_computed < entry.num_prefill or entry.num_computed < entry.length < entry.limit
-        return max(entry.num_freed, first // size) if window and works and not is_held(entry) else entry.num_freed
+        return max(entry.num_freed, first // size) if window and works and not self._waits(entry) else entry.num_freed
 
     def _give_back(self, entry: Entry) -> list[tuple[int, int]]:
         """Release the blocks that no later query sees; return pairs of their slot and index."""

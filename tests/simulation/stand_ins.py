@@ -85,9 +85,10 @@ class Recorder(Reference):
             strict=True,
         ):
             world.fired[kind] += after > before
-        world.fired += self.drafting + self.late + self.windows + self.host.fired
+        world.fired += self.drafting + self.late + self.windows + self.ticks + self.host.fired
         self.drafting.clear()
         self.windows.clear()
+        self.ticks.clear()
         self.host.fired.clear()
         world.fired += self.encoder.fired + self.sources.fired
         self.encoder.fired.clear()

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.simulation.focus import Focus, windowed_blocks
+from tests.simulation.focus import Focus, windowed_blocks, with_stages
 from tests.simulation.media import draw_media, fit_whole_images, place_images
 from tests.simulation.oracle import BROKEN, PIECES, VOCABULARY
 from tests.simulation.sources import draw_sources, place_source
@@ -53,6 +53,8 @@ def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> T
     setting = _setting(chance, faults)
     if focus is not None:
         setting |= {"max_source": 0} | focus.setting(chance)
+    elif (stages := random.Random(f"stages {seed}").choice((1, 1, 1, 1, 1, 2, 2, 4))) > 1:
+        setting |= with_stages(stages)
     fit_whole_images(setting)
     return Trace(seed, setting, _Maker(chance, setting, faults, focus).events(num_turns), num_turns)
 
