@@ -208,7 +208,7 @@ class Processor:
     def pieces(self, image: Prepared) -> Iterator[tuple[int, Prepared]]:
         yield 0, image
 
-    def prepare(self, images: Sequence[Any]) -> list[Prepared]:
+    def prepare(self, images: Sequence[Any], other: int = 0) -> list[Prepared]:
         """Return the images with their digests."""
         return [Prepared(f"{number} {length}".encode(), length, np.array([number])) for length, number in images]
 
