@@ -119,7 +119,6 @@ def test_work_is_bounded_before_frames_are_decoded(monkeypatch: pytest.MonkeyPat
         (b"RIFF\x00\x00\x00\x00AVI " + bytes(99), "can be read"),
         (b"#EXTM3U\nfile:///etc/passwd", "can be read"),
     ],
-    ids=str,
 )
 def test_a_wrong_video_is_refused(given: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
