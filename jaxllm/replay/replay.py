@@ -62,6 +62,9 @@ class Replayer:
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:
             requests = tuple(map(_read_request, entry[2]))
+            names = {request.sequence_id for request in requests}
+            if len(names) < len(requests) or names & core.requests.keys():
+                raise ValueError("a request is added twice")
             core.add(requests)
             return Moment(number, time, kind, core.state, added=requests)
         if kind is Kind.ABORT:

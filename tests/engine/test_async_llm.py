@@ -331,7 +331,7 @@ class FakeEngine(LLMEngine):
 
 @pytest.fixture
 def fragile(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
-    monkeypatch.setattr("jaxllm.engine.engine_thread.LLMEngine", FakeEngine)
+    monkeypatch.setattr("jaxllm.engine.engine_thread.engine_type", lambda config: FakeEngine)
     engine = AsyncLLM(**SETTINGS, hang_timeout=0.2)
     run(engine.start())
     yield engine

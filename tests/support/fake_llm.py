@@ -22,7 +22,7 @@ class FakeEngine:
     """Echoes the end of each prompt, one word per step; "^C" in it raises KeyboardInterrupt."""
 
     def __init__(self, max_model_len: int) -> None:
-        self.model = SimpleNamespace(max_model_len=max_model_len)
+        self.model = SimpleNamespace(max_model_len=max_model_len, processor=None)
         self.aborted: list[str] = []
         self.seen: list[tuple[Any, SamplingParams]] = []
         self.adapters: list[LoRARequest | None] = []  # of requests and rendered conversations

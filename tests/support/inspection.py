@@ -122,7 +122,7 @@ def set_depth(engine: LLMEngine, depth: int) -> int:
 
 def random_state_of(engine: LLMEngine) -> Any:
     """Return the state of the generator that draws the seeds of requests."""
-    return engine.inputs._random.bit_generator.state
+    return engine.inputs.random.bit_generator.state
 
 
 def num_preparing(llm: AsyncLLM) -> int:
