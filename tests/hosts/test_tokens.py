@@ -30,7 +30,10 @@ def run(count: int, **environment: str) -> list[tuple[int, str, str]]:
         return ended
 
 
-@pytest.mark.parametrize(("count", "stages"), [(40, "1"), (40, "2"), pytest.param(1000, "1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "stages"),
+    [(40, "1"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((40, "2"), (1000, "1")))],
+)
 def test_the_tokens_are_those_of_one_device(count: int, stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix cache, preemption, chunks, sampling fields, grammars, beams, aborts, one failed request: no divergence.
 
