@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Path, dict[str, Any]]] = {
     "drafts": (QWEN, {"speculative_config": DRAFTS}),
     "adapters": (GOLDEN / "llama", {"enable_lora": True, "max_lora_rank": 8}),
 }
-SLOW = ("experts", "joined", "int8", "stages")
+SLOW = ("experts", "joined", "int8", "stages", "drafts")
 POOLED: dict[str, Any] = {"precompile": "covering", "max_num_seqs": 4}
 Tensors = dict[str, np.ndarray]
 
@@ -233,7 +233,7 @@ def test_a_tied_head_is_given_as_a_copy_or_not_at_all() -> None:
         assert bits(llm) == first
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_an_update_needs_the_memory_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxllm.runner import weight_update
 

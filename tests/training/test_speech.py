@@ -185,6 +185,7 @@ def test_the_network_is_the_engines(tmp_path: Path) -> None:
     assert len({*map(tuple, due)}) == 2
 
 
+@pytest.mark.ci
 def test_the_example_is_transcribed(capsys: pytest.CaptureFixture[str]) -> None:
     """Test the command without a model: held-out phrases, and a recording of two windows."""
     files = sorted((Path(__file__).parent / "spoken").glob("*.wav"))
