@@ -12,6 +12,7 @@ from typing import NamedTuple
 from jaxllm.errors import UserError
 
 MOST_PARTS = 64
+_PIECE = 1 << 21  # bytes searched at once: 5 ms
 _MOST_HEAD, _MOST_TEXT = 4096, 1 << 16  # bytes of a part's head, and of a field of text
 _BOUNDARY = re.compile(r"""boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))""", re.IGNORECASE)
 _PARAMETER = re.compile(r"""(?<![\w*])(filename|name)=(?:"((?:\\.|[^"\\])*)"|([^\s;"]+))""", re.IGNORECASE)
@@ -38,7 +39,7 @@ def read_form(body: bytes | bytearray, boundary: bytes) -> Form:
     texts: dict[str, list[str]] = {}
     files: dict[str, bytes] = {}
     line = b"--" + boundary
-    at = 0 if body.startswith(line) else body.find(b"\r\n" + line) + 2
+    at = 0 if body.startswith(line) else _find(body, b"\r\n" + line, 0) + 2
     if at == 1:
         raise UserError(_NO_FORM.format("its boundary is not there."))
     for _ in range(MOST_PARTS + 1):
@@ -48,7 +49,7 @@ def read_form(body: bytes | bytearray, boundary: bytes) -> Form:
         if body[at : at + 2] != b"\r\n":
             raise UserError(_NO_FORM.format("a boundary has no end of line."))
         head_end = body.find(b"\r\n\r\n", at, at + _MOST_HEAD)
-        end = body.find(b"\r\n" + line, head_end + 2)
+        end = _find(body, b"\r\n" + line, head_end + 2)
         if head_end < 0 or end < 0:
             raise UserError(_NO_FORM.format("a part has no end."))
         name, is_file = _name_of(bytes(body[at + 2 : head_end]))
@@ -61,6 +62,15 @@ def read_form(body: bytes | bytearray, boundary: bytes) -> Form:
             texts.setdefault(name, []).append(_text_of(name, content))
         at = end + 2
     raise UserError(f"A form may have at most {MOST_PARTS} parts.")
+
+
+def _find(body: bytes | bytearray, wanted: bytes, start: int) -> int:
+    """Return `body.find(wanted, start)`, releasing the interpreter between pieces."""
+    for first in range(start, len(body), _PIECE):
+        found = body.find(wanted, first, first + _PIECE + len(wanted) - 1)
+        if found >= 0:
+            return found
+    return -1
 
 
 def _name_of(head: bytes) -> tuple[str, bool]:
