@@ -16,7 +16,7 @@ MOST_LENGTH_PENALTY = 10.0  # absolute; larger powers may overflow
 class BeamSearchParams(RequestParams):
     """Parameters for one prompt: the search returns the `beam_width` likeliest continuations.
 
-    A finished one's score is its log-probability divided by length ** length_penalty.
+    The score of a finished one is its log-probability divided by length ** length_penalty.
     """
 
     beam_width: int

@@ -384,7 +384,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "task": ("auto", "generate"),
     "convert": ("auto", "none"),
 }
-# vLLM arguments without effect here, with defaults: any value is accepted, with one warning.
+# vLLM arguments, current and former, without effect here, with defaults: any value is accepted, with one warning.
 WITHOUT_EFFECT: dict[str, Any] = {
     "trust_remote_code": False,  # a model's code is never run
     "enforce_eager": False,

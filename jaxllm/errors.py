@@ -1,6 +1,7 @@
 """jaxllm's exceptions; `jaxllm_server/shared/error_table.py` maps them to status codes.
 
-`UserError`: the request is invalid, and retries fail again. `EngineError`: the request was valid.
+`UserError` and subclasses: the request is invalid, and retries fail again. `EngineError` and subclasses: the request
+was valid.
 """
 
 from __future__ import annotations

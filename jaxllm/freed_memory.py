@@ -1,4 +1,4 @@
-"""Return freed memory to the system."""
+"""Return freed memory to the system; glibc retains it."""
 
 from __future__ import annotations
 

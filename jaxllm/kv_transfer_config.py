@@ -1,4 +1,4 @@
-"""Settings of KV transfer."""
+"""Settings of KV transfer between engines, with vLLM's names."""
 
 from __future__ import annotations
 

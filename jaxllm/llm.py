@@ -1,4 +1,4 @@
-"""Offline generation."""
+"""`LLM`: offline generation for scripts and notebooks."""
 
 from __future__ import annotations
 

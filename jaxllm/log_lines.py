@@ -1,4 +1,4 @@
-"""A log formatter."""
+"""A log formatter for messages of several lines."""
 
 from __future__ import annotations
 

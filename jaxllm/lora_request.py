@@ -1,4 +1,4 @@
-"""A request's adapter."""
+"""`LoRARequest`: the adapter of a request."""
 
 from __future__ import annotations
 

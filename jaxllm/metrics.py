@@ -77,7 +77,7 @@ def summed(counted: Iterable[Metrics]) -> Metrics:
 
 
 class Load(NamedTuple):
-    """Load after the last step."""
+    """An engine's load after its last step."""
 
     running: int = 0  # sequences in slots
     waiting: int = 0

@@ -1,4 +1,4 @@
-"""Results of requests."""
+"""Results of requests, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """A beam search's outputs, best first."""
+    """The outputs of a beam search, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -107,7 +107,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A pooled prompt."""
+    """A prompt and its result."""
 
     request_id: str
     prompt_token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""Parameters of requests."""
+"""`RequestParams`: the base class of request parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 
 class RequestParams:
-    """A request's parameters. Immutable."""
+    """The parameters of one request. Immutable."""
 
     generates: ClassVar[bool] = True  # continues its prompt
 

@@ -1,4 +1,4 @@
-"""Declarations of `SamplingParams` fields. Standard library only."""
+"""Declarations of `SamplingParams` fields: type, range, flag, and name in each protocol. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """A field's metadata."""
+    """A field's metadata, except help."""
 
     read: Reader
     rules: tuple[Rule, ...]

@@ -1,4 +1,4 @@
-"""A request's parameters. Standard library only."""
+"""`SamplingParams`: a request's parameters, with vLLM's names, defaults, rules and messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MOST_NAMED = 8
 
 
 class RequestOutputKind(IntEnum):
-    """Contents of a stream's outputs."""
+    """Contents of each output of a stream."""
 
     CUMULATIVE = 0
     DELTA = 1  # new tokens
@@ -294,7 +294,8 @@ class SamplingParams(RequestParams):
         False, "keep the stop string that ended the output in the text", read=checks.flag, grpc="stop.include_stop"
     )
     detokenize: bool = declared(True, read=checks.flag, openai=None, grpc="output.text")  # False: ids only
-    # Added to logits, clamped to [-100, 100]; {} becomes None. Keys may be strings, as in JSON. Not hashed.
+    # Added to logits, clamped to [-100, 100]; stored as a new dict, {} as None. Keys may be strings, as in JSON. Not
+    # hashed.
     logit_bias: Mapping[int, float] | None = declared(None, read=_logit_bias, grpc="sampling.", hash=False)
     allowed_token_ids: Sequence[int] | None = declared(
         None,
@@ -352,7 +353,7 @@ class SamplingParams(RequestParams):
         None, read=_optional_integer, rules=(at_least(1),), grpc="stream.interval_tokens"
     )
 
-    # Unsupported; `__post_init__` receives them in this order.
+    # Unsupported; `__post_init__` receives them in this order. Declared ones are fields of OpenAI bodies.
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_start: InitVar[int | None] = None
     flat_logprobs: InitVar[bool] = False

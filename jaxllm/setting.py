@@ -1,4 +1,4 @@
-"""Fields of settings."""
+"""Settings fields with a description, the help of their flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of speculative decoding."""
+"""Settings of speculative decoding, with vLLM's names."""
 
 from __future__ import annotations
 

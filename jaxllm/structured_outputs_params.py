@@ -1,4 +1,4 @@
-"""The constraint in `SamplingParams`."""
+"""`StructuredOutputsParams`: the constraint in `SamplingParams`, with vLLM's names, defaults and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads with a large stack."""
+"""Start threads with a large stack, for compiling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examine long lists. Standard library only."""
+"""Examine long lists without holding the interpreter. Standard library only."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 A layer's cache is two arrays [N, K, P, C]: N blocks, K KV heads, P tokens per block, C head size (V for values); in
 latent attention, values are prefixes of keys in one array. Scores, softmax and sums are float32. Caches of int8 or
-8-bit floats have float32 scales [N, K, P]; uint8 holds the bits of `float8`, since XLA:CPU would convert a whole array
-of 8-bit floats per access. R rows, V vocabulary in `sample`; T tokens, E experts of width F, n per token.
+8-bit floats have float32 scales [N, K, P]; those of uint8 hold the bits of `float8`, since XLA:CPU would convert a
+whole 8-bit float array per access. Other letters: R rows, V vocabulary in `sample`; T tokens, E experts of width F, n
+per token.
 """
 
 from __future__ import annotations
@@ -73,8 +74,10 @@ def write_kv(
     `qkv` holds each token's query heads, K key heads, and K value heads (none without `v_cache`). `turn` is float32
     cosine and sine of F pairs' angles: coordinates i and F + i of the first 2 F, or 2 i and 2 i + 1 if
     `is_interleaved`, which moves first coordinates before second ones. Rotated in float32, rounded to the type of
-    `qkv`, then to the cache's. With scales, vectors with NaN are stored as unspecified values. Tokens with a block >= N
-    are not stored. Nothing may be negative; positions must be unique, even those not stored.
+    `qkv`, then to the cache's. With scales, vectors with NaN are stored as unspecified values.
+
+    Tokens with a block >= N are not stored. Blocks and offsets must not be negative; positions must be unique, even
+    those not stored.
     """
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)
     heads = qkv.shape[1] - k_cache.shape[1] * (1 if v_cache is None else 2)
@@ -126,10 +129,12 @@ def paged_decode(
 
     Row b is at position `lengths[b] - 1` and attends up to it (the last `window`, itself included); position p is in
     block `tables[b, p // P]` at offset `p % P`. Rows of length 0 return zeros. Table entries beyond the length, and
-    their contents, even NaN, are ignored. `scale` multiplies scores, then `softcap` bounds them; `sinks` are logits in
-    the softmax without values. `bias` is added to scores by the key's distance before the query; the last is for all
-    farther ones. Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's
-    bits do not depend on other rows. Raises `ValueError` for an unsupported `implementation`.
+    their contents, even NaN, are ignored.
+
+    `scale` multiplies scores, then `softcap` bounds them; `sinks` are logits in the softmax without values (gpt-oss).
+    `bias` is added to each head's scores, by the key's distance before the query; the last is for all farther ones
+    (T5). Without `v_cache`, values are the first `value_size` coordinates of keys. `batch_invariant`: a row's bits do
+    not depend on other rows. Raises `ValueError` for an unsupported `implementation`.
     """
     _check_heads(q, k_cache, v_cache, value_size)
     _check_scales(k_cache, v_cache, k_scales, v_scales, float8)

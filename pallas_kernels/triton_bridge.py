@@ -1,8 +1,8 @@
 """Call Triton kernels from traced JAX code, in CUDA graphs.
 
-jax-triton supports CUDA graphs since 0.4; with older versions this calls `jax.ffi` and `jaxlib.gpu_triton` with the
-same PTX and program. Kernels are compiled when traced, for a named capability. With TRITON_INTERPRET=1 they run on the
-host: float32 and float16 only.
+jax-triton supports CUDA graphs since 0.4 (Python 3.12, Triton 3.7); with older versions this calls `jax.ffi` and
+`jaxlib.gpu_triton` with the same PTX and program. Kernels are compiled when traced, for a named capability. With
+TRITON_INTERPRET=1 they run on the host: float32 and float16 only.
 """
 
 # pyright: reportMissingImports=false
@@ -29,7 +29,7 @@ from pallas_kernels.tuning import Tuning
 
 # CUDA 13.0's assembler refuses newer PTX. Fusion is explicit: Triton's default changes in 3.10.
 _OPTIONS = {"ptx_version": 87, "enable_fp_fusion": True}
-# XLA hashes a call's PTX often; line info would be over half of it.
+# XLA hashes a call's PTX often; line info would be over half of it. Global: jax-triton compiles during lowering.
 if "TRITON_DISABLE_LINE_INFO" not in os.environ:
     knobs.compilation.disable_line_info = True
 _ALIGNED = 16  # bytes, for 16-byte loads

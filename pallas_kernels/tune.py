@@ -1,7 +1,7 @@
 """Tune the Triton kernels on this GPU and update tuning.json.
 
 `python -m pallas_kernels.tune [--operation paged_decode] [--head-size 128] [--cache-bits 16] [--dry]`. Each row of the
-table is measured on one representative shape, and written at once.
+table is measured on one representative shape, and written immediately, so interrupted runs keep their results.
 """
 
 from __future__ import annotations

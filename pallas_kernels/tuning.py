@@ -80,7 +80,8 @@ class Experts(NamedTuple):
     tuning: Tuning
 
 
-# Combining pieces: values of a piece, numbers loaded at once, most programs; 8,192 took 6.2 us on an H100.
+# Combining pieces: values of a piece, numbers loaded at once, most programs; 8,192 took 6.2 us for 256 rows of Llama 3
+# 8B on an H100.
 JOINED_VALUES, JOINED_NUMBERS, JOINED_PROGRAMS = 128, 4096, 1024
 LEAST_KEYS, MOST_SPLITS = 16, 32
 RESIDENT = 4  # programs of `paged_decode` per multiprocessor: 128 threads of at most 128 of 65,536 registers
@@ -98,11 +99,12 @@ LINEAR = {
 LEAST_STEPS, MOST_LINEAR_SPLITS = 4, 8  # least iterations per program
 # `fused_linear`: plain products, with a norm, and gated: tokens, rows of a matrix, columns, warps, stages. Each program
 # reads all tokens, so more tokens get more rows. Fewer programs get more loads in flight: for an 8B model at least 33
-# KB per multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py). Hopper: the fastest of 991 variants on an
-# H100, 2026-11-27, Llama-3.1-8B's shapes; us for 2 and 64 tokens: qkv 21.4, 29.8; o 13.8, 16.2; gate and up 83.6, 87.8;
-# down 42.6, 47.6. wgmma reads tokens times gains from shared memory once per program, other instructions once per warp:
-# few tokens get one warp. More than NORMED_INSIDE tokens have a separate norm kernel: qkv of 64 tokens takes 28.9 us,
-# fused 36.9; of 16 tokens 33.9 and 25.3 (H200).
+# KB per multiprocessor of an H200 (tests/gpu/test_interpreted_fused.py). Hopper: 991 variants on an H100, 2026-11-27,
+# Llama-3.1-8B's shapes in CUDA graphs; us for 2, 16, 32 and 64 tokens: qkv 21.4, not measured, 21.9, 29.8; o 13.8,
+# 14.5, 15.3, 16.2; gate and up 83.6, 85.5, 85.6, 87.8; down 42.6, 43.4, 44.4, 47.6. wgmma reads tokens times gains from
+# shared memory once per program, other instructions once per warp: few tokens get one warp, or many rows for four. More
+# than NORMED_INSIDE tokens have a separate norm kernel: with it, and fused, qkv of 64 tokens takes 28.9 and 36.9 us, of
+# 16 tokens 33.9 and 25.3 (H200).
 NORMED_INSIDE = 16
 _FEW = (8, 32, 256, 4, 5), (16, 32, 256, 4, 5), (32, 64, 128, 8, 6), (64, 64, 128, 8, 6)
 _FEW_GATED = (8, 16, 256, 4, 5), (16, 16, 256, 4, 5), (32, 64, 64, 4, 4), (64, 64, 64, 8, 4)
@@ -116,7 +118,8 @@ FUSED: dict[int, dict[str, Sequence[tuple[int, int, int, int, int]]]] = {
     100: {"plain": _FEW, "normed": _FEW, "gated": _FEW_GATED},
 }
 # `fused_experts`, not measured; by assignments of a tile, 0 for float32: rows, columns, warps, stages. Close to vLLM's
-# measurements on an H200 (fused_moe/configs).
+# measurements on an H200 for 128 experts of 768 (fused_moe/configs), with tiles of about an expert's average, not
+# twice.
 EXPERTS = {
     16: (128, 128, 4, 3),
     32: (128, 128, 4, 3),
@@ -179,7 +182,8 @@ def of_prefill(capability: int | None, rows: int, head_size: int, dtype: str, ca
 def of_latent(capability: int | None, rows: int, dtype: str, cache_dtype: str) -> Latent:
     """Return unmeasured settings of latent prefill, without register spills.
 
-    wgmma requires 64 rows; earlier instructions prefer keys as rows.
+    wgmma requires 64 rows. Earlier instructions prefer keys as rows: Triton 3.6 has one copy in shared memory for both
+    products.
     """
     size = max(16, 1 << (rows - 1).bit_length())
     if dtype == "float32":

@@ -46,7 +46,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Ready:
-    """`failures` are of warm-up requests."""
+    """A process is ready; `failures` are of warm-up requests."""
 
     failures: Sequence[str]
 

@@ -1,7 +1,7 @@
 """Compare two results: the ratio B / A of each common figure, with confidence intervals.
 
-Reads JSON of `jaxllm bench` and vLLM. One run per side, with details: bootstrap over requests (Efron 1979). Several
-runs: Welch's interval of mean logarithms.
+Reads JSON of `jaxllm bench` and vLLM. One run per side, with details (`ttfts`, `itls`, `latencies`, `samples`):
+bootstrap over requests (Efron 1979). Several runs: Welch's interval of mean logarithms.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _SONNET_BEGIN = "Pick as many lines as you can from these poem lines:\n"
 
 
 class Coder(Protocol):
-    """A model's tokenizer, or a server's."""
+    """The tokenizer for prompts: a model's, or a server's."""
 
     @property
     def ids(self) -> Sequence[int]: ...

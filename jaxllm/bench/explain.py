@@ -1,7 +1,7 @@
 """Attribute the time of traced steps to attention, matrix products, sampling, host work and waiting.
 
-Concurrent operations share device time evenly. The profiler adds half a microsecond per operation on a CPU, and
-disables CUDA graphs on a GPU.
+Concurrent operations share device time evenly; other time is the engine thread's. The profiler adds half a microsecond
+per operation on a CPU, and disables CUDA graphs on a GPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """Times are of `time.perf_counter`.
+    """One request. Times are of `time.perf_counter`.
 
     Messages are gRPC messages or HTTP events with new tokens. `output_tokens` and `seen_prompt_tokens` are the
     server's, or None.

@@ -1,4 +1,4 @@
-"""Plot a benchmark's result."""
+"""Plot a benchmark's result as an image."""
 
 from __future__ import annotations
 

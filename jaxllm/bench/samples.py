@@ -1,4 +1,4 @@
-"""A result's samples."""
+"""Extract the values underlying a result's figures."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ MOST_SAMPLES = 2000  # then drop every second one and double the interval
 
 
 class Timeline:
-    """Samples load and compiled programs."""
+    """Samples of an engine's load and compiled programs."""
 
     def __init__(self, metrics: Metrics, interval: float = 0.02) -> None:
         self._metrics = metrics

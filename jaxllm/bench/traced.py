@@ -1,4 +1,4 @@
-"""Profile an engine's steps."""
+"""Run an engine's steps under the profiler and explain them."""
 
 from __future__ import annotations
 

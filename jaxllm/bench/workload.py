@@ -1,4 +1,4 @@
-"""A benchmark's requests."""
+"""`Job`, a request of a benchmark, and `DatasetOptions`, which select prompts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Safetensors files as named, memory-mapped tensors, validated before any is read.
 
-The format is parsed here, so that errors name file and tensor, and copied pages, which count as process memory, can be
-released.
+The format (github.com/huggingface/safetensors, "Format") is parsed here, so that errors name file and tensor, and
+copied pages, which count as process memory, can be released.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BITS: dict[str, int] = {
     "F4": 4,
 }
 _LONGEST_HEADER = 100_000_000  # the format's limit
-_LARGEST = 2**48  # numpy refuses larger arrays
+_LARGEST = 2**48  # of a size, and of the product of nonzero sizes; numpy refuses larger arrays
 _MOST_AXES = 32
 _FILE_NAME = re.compile(r"\w[\w.+-]{0,200}\.safetensors", re.ASCII)
 

@@ -51,7 +51,7 @@ def describe(
     mm_processor_kwargs: Mapping[str, Any] | None = None,
     most_videos: int = 0,
 ) -> Described:
-    """Read a model's config and pooler; further arguments are fields of `EngineConfig`."""
+    """Read a model's config and pooler; the arguments after the folder are fields of `EngineConfig`."""
     config = read_config(folder)
     spec, family = read_spec(config, max_model_len)
     spec = with_stored_head(folder, spec, family)

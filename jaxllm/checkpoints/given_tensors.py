@@ -24,7 +24,7 @@ _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 @dataclass(frozen=True)
 class GivenTensor(Tensor):
-    """An array instead of a stored tensor."""
+    """An array in the place of a stored tensor."""
 
     array: Any = None
 
@@ -39,7 +39,7 @@ class GivenTensor(Tensor):
 
 
 class ExpectedTensors:
-    """A model's tensors, without the family's prefix."""
+    """The tensors of a model, without the family's prefix."""
 
     def __init__(self, declared: Params[Weight], family: Family, head: Head | None) -> None:
         self._declared = declared

@@ -32,7 +32,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 @dataclass(frozen=True, eq=False)
 class LoraFiles:
-    """Rank, digest, and arrays for all devices, zero-padded to the engine's maximal rank."""
+    """A loaded adapter: rank, digest, and arrays for all devices, zero-padded to the engine's maximal rank."""
 
     rank: int
     digest: bytes
@@ -41,7 +41,7 @@ class LoraFiles:
 
 @dataclass(frozen=True)
 class _Module:
-    """Adds scale · B·A to a linear module, with A [rank, in] and B [out, rank]."""
+    """An adapter's addition to a linear module: scale · B·A, with A [rank, in] and B [out, rank]."""
 
     a: Tensor
     b: Tensor

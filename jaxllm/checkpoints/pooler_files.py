@@ -211,7 +211,7 @@ def _dense(fields: Fields, path: str, width: int) -> Dense:
 
 
 def _dimensions(config: Mapping[str, Any], size: int) -> tuple[int, ...] | None:
-    """Return the lengths to which a config allows embeddings to be cut: (): any; None: not."""
+    """Return the lengths to which a config, by vLLM's keys, allows embeddings to be cut: (): any; None: not."""
     listed = config.get("matryoshka_dimensions")
     if listed is None:
         return () if Fields(config).take("is_matryoshka", bool, False) else None

@@ -1,6 +1,6 @@
 """Load parameters from a folder or hub id onto devices, or make random ones.
 
-Weights are copied piecewise, to bound the peak of memory.
+Weights are copied piecewise, so that the peak of memory stays near their size.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def at_load(quantization: str | None, is_cpu: bool) -> Scheme | None:
     """Return the scheme that rounds matrices of a 16 or 32-bit checkpoint.
 
     With "int8" a CPU also rounds the multiplied rows, to sum integers; a GPU, bound by reading weights, would gain
-    nothing.
+    nothing. Published 4-bit checkpoints have groups of 128 columns.
     """
     schemes = {"int8": Scheme("int8", rounds_rows=is_cpu), "fp8": Scheme("float8"), "int4": Scheme("int4", 128)}
     return None if quantization is None else schemes[quantization]

@@ -182,7 +182,7 @@ class _Answers(Generic[Item]):
 
 
 class AsyncStream(_Answers[Delta], reading.Received):
-    """Like `blocking.Stream`."""
+    """Iterates over a call's deltas. Like `blocking.Stream`."""
 
     async def result(self) -> Completion:
         async for _ in self:
@@ -191,7 +191,7 @@ class AsyncStream(_Answers[Delta], reading.Received):
 
 
 class AsyncEmbeddingStream(_Answers[Embedding], reading.ReceivedEmbeddings):
-    """Like `blocking.EmbeddingStream`."""
+    """Iterates over embeddings. Like `blocking.EmbeddingStream`."""
 
     _request: EmbedRequests
 

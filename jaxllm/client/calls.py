@@ -1,4 +1,4 @@
-"""The methods of both clients."""
+"""The methods of both clients: each returns a `Call` to execute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
-    """A call to execute."""
+    """A call that has not been made yet."""
 
     service: Literal["inference", "control", "health"]
     method: str

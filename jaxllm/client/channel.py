@@ -49,10 +49,10 @@ class Endpoint:
     """The address of a server, and how to connect to it.
 
     `target` is host:port or unix:/path. `timeout`, in seconds, limits a whole call, unless the call has one. `api_key`
-    is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (None: the
-    system's), `ssl_certfile` and `ssl_keyfile` (the client's). `retries` attempts a call up to four times while the
-    server is unavailable or full. `metadata` is sent with every call; `channel_options` override gRPC's. Raises
-    `UserError` for a malformed address or unreadable file.
+    is sent with every call, so use TLS unless the server is local: `tls=True`, or the files `ssl_ca_certs` (authority;
+    None: the system's), `ssl_certfile` and `ssl_keyfile` (client certificate). `retries` attempts a call up to four
+    times while the server is unavailable or full. `metadata` is sent with every call; `channel_options` override gRPC
+    options. Raises `UserError` for a malformed address or unreadable file.
     """
 
     def __init__(

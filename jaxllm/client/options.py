@@ -1,4 +1,4 @@
-"""Options of client calls."""
+"""Options of client calls, and the API fields that they set."""
 
 from __future__ import annotations
 

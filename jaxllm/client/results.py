@@ -222,7 +222,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class WeightInfo:
-    """A server's weights."""
+    """The state of a server's weights."""
 
     version: str  # "0" at first
     is_sleeping: bool  # weights or cache
@@ -231,7 +231,7 @@ class WeightInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's state."""
+    """A server's version, state and limits."""
 
     version: str
     api_revision: int

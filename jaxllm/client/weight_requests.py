@@ -1,4 +1,4 @@
-"""Requests that sleep and update weights."""
+"""Requests of calls that sleep and update weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `jaxllm doctor`."""
+"""The report of `jaxllm doctor`: versions, devices, memory, caches, and choices for a model."""
 
 from __future__ import annotations
 

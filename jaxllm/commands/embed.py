@@ -1,4 +1,4 @@
-"""`jaxllm embed`: embed or search a file's texts in constant memory."""
+"""`jaxllm embed`: write the embeddings of a file's texts, or search them, in constant memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _reader(file: IO[bytes], name: str, field: str | None, skip_empty: bool) -> 
     """Return a function `lines(see)` that yields the texts from the beginning at each call.
 
     `see` receives raw lines. `field` is the text's key in JSON lines; None: "text" in JSON lines, else whole lines.
-    Iteration raises `UserError` for an invalid or, unless `skip_empty`, empty line.
+    Iteration raises `UserError` for an invalid line, or an empty one unless `skip_empty`.
     """
     file.seek(0)
     is_json = field is not None or name.endswith(".jsonl") or file.readline().lstrip().startswith(b"{")

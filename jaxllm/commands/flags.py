@@ -1,4 +1,4 @@
-"""Flags generated from dataclass fields."""
+"""Command line flags generated from dataclass fields."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _SAME = 1e-2  # relative to the largest component, float32 against bfloat16
 
 
 class VectorFile:
-    """`PATH.progress.json` counts complete rows."""
+    """A resumable file of vectors; `PATH.progress.json` counts complete rows."""
 
     def __init__(self, path: Path, job: Mapping[str, Any], first: np.ndarray) -> None:
         self.num_rows = 0

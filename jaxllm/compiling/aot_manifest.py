@@ -1,6 +1,6 @@
 """The manifest of ahead-of-time compiled programs.
 
-A start takes unset sizes from it; the number of KV blocks would otherwise depend on free memory.
+A start with the same folder takes unset sizes from it; the number of KV blocks would otherwise depend on free memory.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def use_compilation_cache(folder: Path) -> None:
     """Make JAX cache compiled programs in `folder`; warn and cache nothing if it cannot be created."""
     place = str(folder) if _can_be_folder(folder) else None
     if jax.config.values["jax_compilation_cache_dir"] != place:
-        compilation_cache.reset_cache()  # JAX keeps the folder of the first engine
+        compilation_cache.reset_cache()  # JAX otherwise keeps the folder of the process's first engine
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,7 +1,7 @@
 """Remove XLA's harmless error lines from the terminal while it compiles for a GPU.
 
-The autotuner logs `cuda_timer.cc:87] Delay kernel timed out` as an error. The filter is a process, which survives an
-abort of this one.
+The autotuner logs `cuda_timer.cc:87] Delay kernel timed out` as an error. A log threshold would hide real errors. The
+filter is a process, which survives an abort of this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ os.write(1, noise.sub(b"", rest))
 
 
 class StandardError:
-    """The process's standard error."""
+    """The process's standard error, with optional filtering."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -36,7 +36,7 @@ def _take_idle_priority() -> None:
     """Give this thread, and XLA:CPU's LLVM threads, idle priority.
 
     LLVM's threads, created by the first compilation, do two thirds of the work and do not inherit priority. They keep
-    it: raising it may need privileges.
+    it, since raising it may need privileges: later engines start more slowly on busy machines.
     """
     if sys.platform != "linux":
         return

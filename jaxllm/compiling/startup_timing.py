@@ -1,4 +1,4 @@
-"""Measure an engine's start."""
+"""Measure the phases of an engine's start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def describe(phases: tuple[Phase, ...]) -> str:
 
 
 class Compilations:
-    """Counts and times this process's compilations."""
+    """Counts and times this process's compilations and JAX cache hits."""
 
     def __init__(self) -> None:
         self.num_compiled = self.num_found = 0

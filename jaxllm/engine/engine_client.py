@@ -51,7 +51,9 @@ class EngineClient(EngineView, ClientCalls, Protocol):
     def drains_replicas(self) -> bool: ...
 
     @property
-    def engines(self) -> Sequence[EngineView]: ...
+    def engines(self) -> Sequence[EngineView]:
+        """The engines by number; a single engine returns itself."""
+        ...
 
     @property
     def is_paused(self) -> bool: ...
@@ -150,7 +152,9 @@ class SteppedEngine(SteppedClientCalls, Protocol):
 
     def accept(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any
-    ) -> Any: ...
+    ) -> Any:
+        """Validate a request for `add`."""
+        ...
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: RequestParams | None = None, priority: int = 0, **options: Any

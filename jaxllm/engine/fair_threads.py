@@ -1,4 +1,4 @@
-"""A thread pool off one event loop."""
+"""A thread pool for slow work off one event loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FairThreads:
         self,
         num_threads: int,
         name: str,
-        share: int | None = None,  # None: all but one
+        share: int | None = None,  # threads of a group; None: all but one
         group_of: Callable[[Any], Hashable] = lambda client: client,
     ) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)

@@ -226,7 +226,7 @@ def read_prompt(
 def text_to_encode(text: str, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int) -> str:
     """Return the text to tokenize: the prompt, or the end that `truncate_prompt_tokens` keeps.
 
-    Tokenizing 8 MiB took 5 s. Raises ContextLengthError if it must exceed the context.
+    Tokenizing 8 MiB to keep 8 tokens took 5 s. Raises ContextLengthError if it must exceed the context.
     """
     kept = num_kept(params, max_model_len)
     if kept is not None:

@@ -24,7 +24,7 @@ class BlockBatch(NamedTuple):
 
 
 class BlockLog:
-    """The latest changes, for the event loop only."""
+    """The most recent changes of the prefix cache, for the event loop only."""
 
     def __init__(self, name_of: Callable[[int], str]) -> None:
         self._name_of = name_of

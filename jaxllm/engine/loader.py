@@ -1,4 +1,4 @@
-"""Load an engine's parts."""
+"""Loads the parts of an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxllm.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """An engine's parts."""
+    """The parts of an engine."""
 
     model: ModelInfo
     runner: Runner

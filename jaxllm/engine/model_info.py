@@ -1,4 +1,4 @@
-"""A model's properties."""
+"""Tokenizer, limits and defaults of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request in the engine, and its outputs."""
+"""`SequenceGroup` and `Sequence`: a request in the engine, and one of its outputs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The replica process: runs one engine and serves a front end, over one connection with which it ends.
 
-A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; elsewhere it is `jaxllm serve
---headless`.
+A front end starts `python -m jaxllm.fleet.node`, with settings on standard input; on another machine it is `jaxllm
+serve --headless`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replicas' prefix caches."""
+"""An index of replicas' prefix caches."""
 
 from __future__ import annotations
 

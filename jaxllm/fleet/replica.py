@@ -37,7 +37,7 @@ class RoutedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest:
-    """A request on a replica."""
+    """A request that runs on a replica."""
 
     request: RoutedRequest
     num_tokens: int

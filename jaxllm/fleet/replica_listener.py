@@ -68,7 +68,7 @@ def is_same_key(given: bytes, key: str) -> bool:
 
 
 class ReplicaListener:
-    """Accepts replicas on other machines; bounds unauthenticated ones."""
+    """Accepts connections of replicas on other machines, and bounds unauthenticated ones."""
 
     def __init__(self, address: ReplicaAddress, connected: Connected) -> None:
         """`connected` checks the greeting, then calls `admit`."""

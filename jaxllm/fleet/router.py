@@ -1,4 +1,4 @@
-"""Routes requests to replicas."""
+"""Routes requests to replicas, in place of an engine's inbox."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Router:
         """Do nothing: `FleetLLM.close` stops the replicas."""
 
     def lost(self, replica: Replica, error: Exception) -> None:
-        """Reroute a lost replica's requests; fail those with delivered output or `MOST_RUNS` runs."""
+        """Reroute the requests of a lost replica; fail those with delivered output or `MOST_RUNS` runs."""
         self.index.forget(replica.number)
         for live in replica.end(error):
             name = live.request.internal_id

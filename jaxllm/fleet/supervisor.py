@@ -1,4 +1,4 @@
-"""Supervision of replicas."""
+"""Starts and restarts local replicas, accepts connections, detects lost replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Messages between a front end and its replicas: msgpack lists of plain data and `CLASSES`.
 
-A frame is a length of four bytes and a list of messages, which begin with their names.
+A frame is a length of four bytes and a list of messages, which begin with their names. No other classes are decoded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLASSES: Mapping[str, type[Any]] = {
 _ERRORS = {name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, Exception)}
 _TUPLE, _OBJECT, _ERROR, _ARRAY, _SET = range(1, 6)
 MOST_BYTES = 1 << 30
-_MOST_LEVELS = 32  # nested objects take 20 kB of stack each
+_MOST_LEVELS = 32  # nested objects take 20 kB of stack each; ours have six levels
 _LENGTH = struct.Struct("!I")
 
 

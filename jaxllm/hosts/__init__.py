@@ -2,5 +2,6 @@
 
 Rank 0, the leader, has the engine and serves. It sends each call of its scheduler, and for each step the program's
 index, digests of plan and packed batch, and inputs that a scheduler lacks (sampling parameters, masks). A follower runs
-the same pure scheduler, compares digests and results, and dispatches the same program, so that collectives meet.
+the same pure scheduler, compares the digests, and dispatches the same program, so that collectives meet. Results are
+replicated, and compared too.
 """

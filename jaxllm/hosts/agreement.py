@@ -1,4 +1,4 @@
-"""Agreement before a model is loaded."""
+"""The agreement of processes before they load a model."""
 
 from __future__ import annotations
 

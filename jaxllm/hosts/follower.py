@@ -1,4 +1,4 @@
-"""A follower replays the leader's calls, with a device."""
+"""A follower: a replay of the leader's calls, with a device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DivergedError(Exception):
 
 
 class Steps:
-    """Repeats the leader's calls."""
+    """Repeats the leader's calls on this process's devices."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner

@@ -28,7 +28,7 @@ class GroupLLM(AsyncLLM):
 
 
 class LeaderThread(EngineThread):
-    """Waits for the other hosts first."""
+    """The thread of a leader's engine; it first waits for the other hosts."""
 
     def __init__(self, leader: Leader, **given: Any) -> None:
         super().__init__(**given)

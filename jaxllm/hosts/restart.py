@@ -40,7 +40,7 @@ def end_with_parent() -> None:
 def keep_running(command: Sequence[str], stopped_seconds: float) -> int:
     """Run a command until its exit code is in `FINAL`, or SIGTERM or SIGINT, passed on to it; return the code.
 
-    A child stopped (SIGSTOP) for `stopped_seconds` is restarted.
+    A child stopped (SIGSTOP) for `stopped_seconds` is killed and started again.
     """
     signalled: list[int] = []
     child: subprocess.Popen[bytes] | None = None

@@ -14,7 +14,8 @@ KEY_VARIABLE = "JAXLLM_HOSTS_KEY"
 class HostSettings:
     """The leader listens at `coordinator`, JAX's service at the next port.
 
-    `silence`: seconds without a message, until a process counts as lost.
+    The leader listens at `coordinator`, JAX's service at the next port. `silence`: seconds without a message, until a
+    process counts as lost.
     """
 
     num_hosts: int

@@ -72,7 +72,7 @@ class Linear(Protocol):
 
 @runtime_checkable
 class RowWeights(Protocol):
-    """Sets of weights, selected per token, for example adapters."""
+    """Sets of weights, selected per token and passed as arguments, for example adapters."""
 
     @property
     def described(self) -> Any:

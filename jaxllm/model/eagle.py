@@ -1,7 +1,7 @@
 """EAGLE-3 heads: a decoder layer that drafts a target's next tokens (Li et al. 2025, "EAGLE-3").
 
 A pass takes a token's embedding and a hidden state: the target's residual streams of some layers, fused, or the head's
-previous state. D head's width, V target's vocabulary (Vx on one shard, padded).
+previous state. D is the head's width, V the target's vocabulary (Vx on one shard, padded).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.model.parameters import Part, Weight
 from jaxllm.model.sharding import UNDIVIDED, Layout
 from jaxllm.model.spec import Spec
 
-UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite for sums
+UNNAMED = -1e30  # logit of tokens outside the draft vocabulary; finite, so that sums are
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxllm.model.parameters import Weight
 
 @runtime_checkable
 class Head(Protocol):
-    """A pooling model's head. Immutable."""
+    """The head of a pooling model. Immutable."""
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Products, norms and rotations of a decoder layer, accumulated in float32."""
+"""Products, norms and rotations of a decoder layer; products accumulate in float32, the others compute in it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def inverse_frequencies(rope: Rope) -> np.ndarray:
 
 
 def _band(frequencies: np.ndarray, scaling: BandScaling) -> np.ndarray:
-    # llama-models, models/llama3/model.py, apply_scaling.
+    # llama-models, models/llama3/model.py, apply_scaling; `kept` is the unscaled share.
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -111,7 +111,7 @@ def rotation(rope: Rope, positions: Array) -> tuple[Array, Array]:
 
 
 def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Array:
-    """Return biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
+    """Return relative position biases [H, length, length] from `table` [buckets, H], half for keys after the query."""
     steps = np.arange(1 - length, length)  # key position minus query position
     half = buckets // 2
     values = table[_buckets(np.abs(steps), half, distance) + half * (steps > 0)]  # [2 length - 1, H]
@@ -120,7 +120,7 @@ def relative_bias(table: Array, length: int, buckets: int, distance: int) -> Arr
 
 
 def causal_bias(table: Array, buckets: int, distance: int) -> Array:
-    """Return biases [H, distance + 1] of keys before the query."""
+    """Return relative position biases [H, distance + 1] of keys before the query."""
     return table[_buckets(np.arange(distance + 1), buckets, distance)].T
 
 

@@ -24,7 +24,7 @@ PRODUCTS = ("qkv", "out", "up", "down")
 
 
 class Pair(NamedTuple, Generic[Leaf]):
-    """One product's factors, padded to rank r."""
+    """The factors for one product, padded to rank r."""
 
     a: Leaf  # [parts · r, in]
     b: tuple[Leaf, ...]  # per part [rows with copies, r]

@@ -28,7 +28,7 @@ Arrays = dict[str, Any]  # Arrays or Quantized by name
 # Maximal assignments per product; more would save few weight reads and add padding.
 _TILE = 128
 
-# Tokens up to which a GPU multiplies all with every expert, a product bound by reading weights.
+# Tokens up to which a GPU multiplies all with every expert: below about 200 the product is bound by reading weights.
 _DENSE_TOKENS = 256
 
 
@@ -252,7 +252,7 @@ def by_all(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Arra
 
 def _by_size(spec: Spec, experts: Experts, weights: Arrays, x: Array, chosen: Array, gates: Array) -> Array:
     count = _count(weights)
-    # Gathering reads an expert twice and writes it.
+    # Gathering reads an expert twice and writes it: worthwhile for up to a third of the experts.
     if 3 * chosen.size <= count:
         return by_gathering(spec, experts, weights, x, chosen, gates)
     if len(x) <= _DENSE_TOKENS:

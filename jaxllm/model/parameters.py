@@ -1,4 +1,4 @@
-"""Declarations of weights."""
+"""Declarations of weights: shape, sharding, and checkpoint tensors."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A token is a square of merged patches. Some layers attend within square windows of tokens: patches are in the order of
 windows, and each block of them attends to itself and both neighbors, which hold the rest of its windows. The last
-patches are padding. N patches, D width of the tower, E of the decoder.
+patches are padding, in no window. N patches, D width of the tower, E width of the decoder.
 """
 
 from __future__ import annotations

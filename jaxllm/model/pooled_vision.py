@@ -1,7 +1,7 @@
 """A vision transformer that averages patches to fewer tokens: Gemma 3's tower and projector (Gemma Team 2025).
 
-SigLIP's last states are normed, averaged over squares of patches, normed again and multiplied with one matrix. N tokens
-of an image, S pixels of its side, D width of the tower, E of the decoder.
+SigLIP's last states are normed, averaged over squares of patches, normed again and multiplied with one matrix. Letters:
+N tokens of an image, S pixels of its side, D width of the tower, E width of the decoder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Poolers: selected hidden states, then dense layers of W outputs."""
+"""Poolers of embedding and classification models: selected hidden states, then dense layers of W outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Dense:
 class Pooler:
     """Pools a prompt's hidden states: "cls" takes the first token's, "last" the last's, "mean" averages all.
 
-    Models without `labels` embed.
+    "cls" takes the first token's, "last" the last's, "mean" averages all. Models without `labels` embed.
     """
 
     pooling: Pooling

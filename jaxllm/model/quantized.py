@@ -1,4 +1,4 @@
-"""Quantized matrices."""
+"""Matrices of quantized numbers with scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A weight's rows in checkpoint tensors and over devices."""
+"""Positions of a weight's rows in checkpoint tensors and over devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder's sizes and options. Hashable."""
+"""The sizes and options of a decoder. Hashable."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PairScaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021) of the first `size` coordinates."""
+    """Rotary positions (Su et al. 2021) of the first `size` coordinates of each head."""
 
     size: int
     theta: float = 10000.0
@@ -69,7 +69,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Each token uses its `per_token` best-scored experts, weighted by score."""
+    """A mixture of experts: each token uses its `per_token` best-scored experts, weighted by score."""
 
     layers: tuple[bool, ...]  # others are dense
     count: int  # E

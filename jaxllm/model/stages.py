@@ -1,7 +1,7 @@
 """Pipeline stages: each has some of the layers, on other devices (`Layout.division`).
 
 The arrays of layers with the same place in their stages are stacked along their first axis, which the mesh axis
-`PIPELINE` divides, so each device sees a model with fewer layers. Places without a layer have zeros.
+`PIPELINE` divides, so each device sees the arrays of a model with fewer layers. Places without a layer have zeros.
 """
 
 from __future__ import annotations

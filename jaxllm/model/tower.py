@@ -13,7 +13,7 @@ from jaxllm.model.parameters import Weight
 
 
 class Arranged(NamedTuple):
-    """A program's view of an image."""
+    """An image as a tower's program takes it."""
 
     arrays: tuple[np.ndarray, ...]
     order: np.ndarray | None  # of the image's tokens in the result, int[tokens]; None: unchanged
@@ -21,7 +21,7 @@ class Arranged(NamedTuple):
 
 @runtime_checkable
 class Tower(Protocol):
-    """A vision tower with its projector."""
+    """A vision tower with its projector: static settings."""
 
     @property
     def row_width(self) -> int:
@@ -41,7 +41,7 @@ class Tower(Protocol):
         ...
 
     def arrange(self, image: Prepared, size: int) -> Arranged:
-        """Return an image's arrays for a program."""
+        """Return an image's arrays for the program of a size."""
         ...
 
     def encode(self, params: Params[Array], *arrays: Array) -> Array:

@@ -232,7 +232,7 @@ class FileRecorder(EventRecorder):
 
 
 class Pseudonyms:
-    """Keyed hashes of a sequence up to each token."""
+    """Pseudonyms of tokens: keyed hashes of the sequence up to each."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)

@@ -1,4 +1,4 @@
-"""Replay a recording on the scheduler alone."""
+"""Replay a recording on the scheduler alone; report the first plan that differs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Replayer:
 
 
 class Replay:
-    """Iterate `moments` once."""
+    """A replay of one recording. Iterate `moments` once."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

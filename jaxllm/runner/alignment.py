@@ -1,7 +1,7 @@
-"""Computes how much each output token of a speech model attends to each moment of its sound.
+"""A program that computes how much each output token of a speech model attends to each moment of its sound.
 
-A program reads a whole output at once, with the keys and values of its source in the decoder's cache. A heads that
-follow the sound, T tokens, L positions of the encoder.
+It reads a whole output at once, with the keys and values of its source, which are in the decoder's cache. Letters: A
+heads that follow the sound, T tokens, L positions of the encoder.
 """
 
 from __future__ import annotations

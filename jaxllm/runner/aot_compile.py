@@ -1,4 +1,4 @@
-"""Compile all programs in advance."""
+"""Compile all programs of a model into a folder in advance: `jaxllm compile`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MASK_COLUMNS = ("row_slot", "row_position", "samples", "is_masked")  # before th
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A program's static sizes."""
+    """The static sizes of a program."""
 
     tokens: int  # T; equals R in a decode program
     rows: int  # R
@@ -38,7 +38,7 @@ class Shape:
     # K per row, to verify and to make. If set, every token is sampled, and row fields have an entry per token.
     drafts: int = 0
     media: int = 0  # rows of embeddings
-    looks_ahead: bool = False  # tokens of images see all of their image
+    looks_ahead: bool = False  # tokens of images see all of their image; of ragged programs
     axes: int = 0  # of rotary positions, if these are not places in the sequence; 1 in a decode program
 
     @property
@@ -59,7 +59,7 @@ class Shape:
 
 
 class Extent(NamedTuple):
-    """A plan's sizes, which select its shape."""
+    """The sizes of a plan, which select its shape."""
 
     tokens: int
     rows: int
@@ -72,7 +72,7 @@ def decode_shapes(num_slots: int, smallest: int = 1, platform: str = "cpu") -> l
     """Return the decode programs: 1, 2, 4, 8, 12, 16, 24, 32 rows, then four sizes per doubling, up to all slots.
 
     On a GPU 2, 16 and 64, then two per doubling. All tables are the coarsest with less than 12 % of padding
-    (benchmarks/padding.py).
+    (benchmarks/padding.py; DECISIONS, "Programs have flat tokens and a coarse table of sizes").
     """
     if platform == "cpu":
         sizes = _sizes(1, num_slots, {1: 1, 8: 2, 32: 4})

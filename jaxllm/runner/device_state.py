@@ -1,4 +1,4 @@
-"""The device's state, donated. M blocks per slot, F numbers of a slot's extras."""
+"""The device's state, one donated pytree. M blocks per slot, F numbers of a slot's extras."""
 
 from __future__ import annotations
 

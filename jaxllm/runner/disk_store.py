@@ -42,7 +42,7 @@ Name = tuple[int, bytes]  # group, digest
 
 
 class DamagedError(Exception):
-    """A file that is not its name's block."""
+    """A file that is not the block of its name."""
 
 
 class Listing(NamedTuple):

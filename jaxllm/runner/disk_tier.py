@@ -1,6 +1,6 @@
 """The disk's tier of KV blocks: threads write the host's blocks to files, and read them back.
 
-The engine's thread finds files in an index in memory, which another thread updates.
+The engine's thread finds files in an index in memory, which another thread updates, also with other engines' files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxllm.runner.host_tier import Key, Row, on_host
 
 READERS = 4  # threads
 LISTED_SECONDS = 1.0  # between updates of the index
-MOST_PENDING = 256 << 20  # bytes of blocks that wait; further ones are not written
+MOST_PENDING = 256 << 20  # bytes of blocks that wait to be written; further ones are not written
 CLOSE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 RowShape = Sequence[jax.ShapeDtypeStruct]
 
 
 class Read(NamedTuple):
-    """An ended read."""
+    """A read that has ended."""
 
     ticket: int
     group: int

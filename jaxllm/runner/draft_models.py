@@ -72,7 +72,7 @@ def draft(
         logits = passes.begin(rows, slots, lengths)
         chosen = [_choose(model, logits, here, lengths)]
         for place in range(1, how.most):
-            # Mask other requests' blocks.
+            # Mask rows beyond their slot's blocks, which belong to other requests.
             is_inside = lengths + place <= capacity
             logits = passes.go_on(jnp.where(is_inside, slots, model.geometry.num_slots), lengths + place, chosen[-1])
             chosen.append(_choose(model, logits, here, lengths + place))

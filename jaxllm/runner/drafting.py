@@ -34,7 +34,7 @@ class Drafted(Generic[Leaf]):
 
 
 class SamplePositions(NamedTuple):
-    """See `batch.SamplePositions`."""
+    """The tokens after which a step samples, see `batch.SamplePositions`."""
 
     slots: jax.Array  # i32[·], S for padding
     positions: jax.Array  # i32[·]

@@ -1,4 +1,4 @@
-"""Weights of an encoder."""
+"""Weights of a vision tower or of an encoder-decoder model's encoder."""
 
 from __future__ import annotations
 

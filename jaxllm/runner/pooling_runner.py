@@ -1,4 +1,4 @@
-"""A pooling model's runner."""
+"""The runner of a pooling model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PooledInFlight(NamedTuple):
 
 
 class PoolingRunner(Runner):
-    """One thread calls `dispatch`."""
+    """Runs plans of prompts. Not thread-safe: one thread calls `dispatch`."""
 
     programs: PoolPrograms  # pyright: ignore[reportIncompatibleVariableOverride]
 

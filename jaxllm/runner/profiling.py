@@ -1,4 +1,4 @@
-"""Traces of steps by JAX's profiler, for Perfetto."""
+"""Traces of an engine's steps by JAX's profiler, for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner's weights and state away from the device."""
+"""A runner's weights and state may leave the device and return; programs stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's results: joined into one array by the program, split on the host."""
+"""Results of a step: joined into one array by the program, and split on the host."""
 
 from __future__ import annotations
 

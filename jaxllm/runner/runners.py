@@ -1,4 +1,4 @@
-"""Runner classes by type of head."""
+"""The table of runner classes, by type of head."""
 
 from __future__ import annotations
 

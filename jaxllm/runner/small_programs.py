@@ -1,4 +1,4 @@
-"""A runner's small programs, of one size: changes of the state before a step, and log-probabilities after it."""
+"""The small programs of a runner, of one size: changes of the state before a step, and log-probabilities after it."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class SmallPrograms:
                 places = np.zeros((SCORED_ROWS, 2), np.int32)
                 places[: len(piece)] = [(each.index, each.token) for each in piece]
                 found = self.programs[name](params, hidden, places)
-                # Wait: whole rows would exceed the device's memory.
+                # Wait: whole rows of a long prompt would exceed the device's memory.
                 scores.append((piece, np.asarray(found)[:, : self._vocab_size] if is_whole else found))
         return scores
 

@@ -1,4 +1,4 @@
-"""A step's inputs."""
+"""A step's inputs from the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStep:
-    """A step's programs and host arrays, for each process of an engine."""
+    """The programs and host arrays of a step, for each process of an engine."""
 
     plan: Plan
     way: ProgramKeys  # of the program, or of a held step's two halves
@@ -40,7 +40,7 @@ class PackedStep:
     tokens: np.ndarray | None  # int32[·, 3] of slot, position, token
     extras: Sequence[tuple[int, np.ndarray]]
     moves: np.ndarray  # as `Plan.moves`
-    adapters: tuple[int, ...]
+    adapters: tuple[int, ...]  # in argument order
     scored: Sequence[Any]
     encodes: Sequence[tuple[Prepared, np.ndarray]] = ()  # images, and the rows of their tokens
     sources: SourceInputs | None = None

@@ -1,4 +1,4 @@
-"""Data of all programs."""
+"""The data that all programs of an engine share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The timestamp rule of speech models that needs logits, as Whisper's (Radford et al. 2022, section 4.5).
+"""The timestamp rule of speech models that needs a step's logits, as Whisper's (Radford et al. 2022, section 4.5).
 
-If the timestamps together are likelier than the likeliest other token, one of them must follow. R rows, V vocabulary,
-Vx of one shard.
+If the timestamps together are likelier than the likeliest other token, one of them must follow. Letters: R rows, V
+vocabulary, Vx vocabulary of one shard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replace a runner's weights, each old array before its successor is allocated."""
+"""Replace a runner's weights one by one, each old array before its successor is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Holes = list[jax.Array | None]  # the leaves of the parameters; None: no array y
 
 
 class WeightUpdate:
-    """`take` returns the current leaves, which the runner gives up, before the first is replaced."""
+    """One update. `take` returns the current leaves, which the runner gives up, before the first is replaced."""
 
     def __init__(
         self, config: EngineConfig, setup: Setup, described: Params[jax.ShapeDtypeStruct], take: Callable[[], Holes]

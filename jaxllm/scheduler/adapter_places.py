@@ -1,4 +1,4 @@
-"""Selects resident adapters, and the waiting requests that may use or replace one.
+"""Selects the adapters resident on the device, and the waiting requests that may use or replace one.
 
 Residents are adapter numbers: idle ones first, least recently used first; then those in use, longest in use first.
 """
@@ -17,9 +17,9 @@ def idle_first(residents: tuple[int, ...], in_use: Set[int]) -> tuple[int, ...]:
 class AdapterPlaces:
     """The places for adapters while one plan admits requests, called in order of rank.
 
-    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which accepts no more
-    requests of lower rank. At most half of the places drain at a time. Without both rules, 200 adapters with 10
-    requests each ran 8 rows a step instead of 48.
+    Each waiting adapter claims a place: a free one, else that of the adapter longest in use, which drains, as it
+    accepts no more requests of lower rank. At most half of the places drain at a time. Without both rules, 200 adapters
+    with 10 requests each ran 8 rows a step instead of 48.
     """
 
     def __init__(self, residents: tuple[int, ...], in_use: Set[int], most: int) -> None:

@@ -4,7 +4,7 @@ Members are consecutive in rank, and are admitted, preempted and removed togethe
 the first in rank, computes. Members wait until all have results and `fork` has chosen the sequences to continue.
 
 A child shares its parent's full blocks. A partial last block stays with one child; the others get copies in the next
-plan, so a fork takes no blocks.
+plan (`Plan.moves`), so a fork takes no blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxllm.scheduler.state import Fork, Limits, Plan, Request, Running, StateEd
 
 
 class Found(NamedTuple):
-    """A member's cached part: indexed blocks, or an earlier member's."""
+    """The cached part of a member being admitted: indexed blocks, or those of an earlier member."""
 
     hits: list[int]
     sibling: int = 0  # number of an earlier member …
@@ -75,8 +75,8 @@ def find(editor: StateEditor, limits: Limits, entries: Sequence[Waiting]) -> lis
     """Return the cached part of each member of a waiting beam group.
 
     Of a new group only the leader has one. In a preempted group a member shares an earlier member's full blocks up to
-    their first difference, even if not computed yet, since chunks are planned by rank. It may lack windowed blocks,
-    which are not shared.
+    their first difference, even if not computed yet, since chunks are planned by rank. Windowed blocks are not shared:
+    the earlier member may lack them.
     """
     if entries[0].num_tokens == entries[0].request.num_prompt:
         entries = entries[:1]

@@ -30,7 +30,7 @@ class Cached(NamedTuple):
 class Chunk(NamedTuple):
     """A link of a persistent list of released blocks: those of one release, then the rest.
 
-    In columns: tuples would burden Python's garbage collector.
+    In columns: tuples would be 200,000 objects for Python's garbage collector.
     """
 
     blocks: tuple[int, ...]
@@ -103,7 +103,10 @@ def chained(parent: bytes, tokens: bytes, block_size: int) -> list[bytes]:
 
 
 class PoolEditor:
-    """The next value of a pool, within one call; copies each array at most once."""
+    """The next value of a pool, within one call; copies each array at most once.
+
+    Copying them per request made a step with 6 admissions take 9 ms.
+    """
 
     def __init__(self, pool: Pool, records: bool = False) -> None:
         self._pool = pool

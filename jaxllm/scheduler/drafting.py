@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxllm.scheduler.state import Limits, StateEditor
 
-PRIOR = 1, 1  # drafts verified and accepted, at first
+PRIOR = 1, 1  # drafts verified and accepted, at first: all are verified once
 WINDOW = 16  # drafts verified before both counts are halved
 PROBE_ROWS = 64  # rows until a request without profitable drafts retries
 _RATES = 32

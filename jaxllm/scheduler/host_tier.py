@@ -1,8 +1,8 @@
 """A second tier of blocks in the host's memory: evicted blocks are stored there, and loaded when hit.
 
 A block is (group, tier, index). The plan that evicts a device block stores it before its step overwrites it; the plan
-that admits a request loads its blocks before its step reads them. A store ends later, in any order, or fails: the block
-can be found after `land`.
+that admits a request loads its blocks before its step reads them. Both copies run in the device's order. A store ends
+later, in any order, or fails: the block can be found after `land`.
 
 The host's blocks are used during a copy, or while held for a waiting request; otherwise cached, and evicted in order of
 last use.
@@ -33,7 +33,7 @@ class Storing(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """A store's end."""
+    """The end of a store."""
 
     plan: int
     group: int
@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Blocks by group, stores in progress, and held blocks."""
+    """The host's blocks by group, stores in progress, and held blocks."""
 
     pools: tuple[Pool, ...]  # by group
     storing: tuple[Storing, ...] = ()
@@ -196,7 +196,7 @@ class HostEditor:
     def finish(self, plan: int, most: int, device: Sequence[PoolEditor]) -> list[Moved]:
         """Store this plan's evicted blocks while at most `most` stores of a group run; return all moves, in order."""
         for group, pool in enumerate(device):
-            # Prefixes are evicted from the end: store their beginning.
+            # Prefixes are evicted from the end; if not all fit, store their beginning.
             first = max(0, len(pool.evicted) - most + self._num_storing[group])
             for digest, block in pool.evicted[first:]:
                 self._store(plan, most, group, digest, block)

@@ -3,8 +3,8 @@
 A segment is a run of placeholder tokens, which get an image's embeddings. A plan encodes the images that its chunks
 read, if not cached; a chunk ends before an image that exceeds budget or room.
 
-The cache is an array of units of equally many embeddings. Images are evicted in order of last use, except those being
-read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
+The cache is an array of units, each of a fixed number of embeddings. Images are evicted in order of last use, except
+those that are being read. The device encodes after all earlier steps, so evicted units may be overwritten at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Encode(NamedTuple):
 
 
 class EncoderCache(NamedTuple):
-    """The encoder's cached outputs."""
+    """The encoder's outputs on the device."""
 
     entries: tuple[Encoded, ...]  # least recently used first
     free: tuple[int, ...]  # units, taken from the end

@@ -1,4 +1,4 @@
-"""Entry of a request into a slot and exit from it."""
+"""Entry of a request into a slot and exit from it: columns, blocks, and the prefix index."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def vacate(
     """Empty slots, index the full blocks of sampled tokens, and release all blocks.
 
     Blocks that steps in flight may have written are not indexed. Indexing waits until here because digests cost 2 us a
-    block.
+    block, 62 blocks a step at 1,000 requests.
     """
     for slot in slots:
         record, table = editor.owner(slot), editor.tables[slot]

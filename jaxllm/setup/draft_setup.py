@@ -1,4 +1,4 @@
-"""The draft model of `speculative_config`."""
+"""The draft model of `speculative_config`, and its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pallas_kernels import Choice
 
 @dataclass(frozen=True)
 class Drafting:
-    """An engine's drafting: prompt lookup or a draft model."""
+    """The drafting method of an engine: prompt lookup or a draft model."""
 
     most: int  # K per row
     min_match: int = 1  # tokens that prompt lookup matches
@@ -39,7 +39,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftFolder:
-    """A draft model's or EAGLE-3 head's files."""
+    """The files of a draft model or EAGLE-3 head."""
 
     folder: Path
     family: Family | None  # None: a head

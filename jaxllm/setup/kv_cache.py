@@ -1,4 +1,4 @@
-"""The paged KV cache on the device.
+"""The paged KV cache on the device: sizes of blocks, and arrays of each layer.
 
 Layers form one or two groups, each with a pool of blocks. The second has the windowed layers of a model with both kinds
 (scheduler/windowed.py).
@@ -67,7 +67,7 @@ class KvLayer(NamedTuple, Generic[Leaf]):
 def most_stores(max_step_tokens: int, block_size: int) -> int:
     """Return the most blocks of a group that wait on the device to be copied to the host's tier.
 
-    A prompt evicts its blocks at once. Those of two full steps are copied while one runs.
+    A prompt evicts all its blocks at once. Those of two full steps are copied while one of them runs.
     """
     return max(256, 2 * max_step_tokens // block_size)
 

@@ -1,4 +1,4 @@
-"""Divide a device's memory."""
+"""Divide a device's memory among weights, temporaries of programs, slots and KV blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Knob = Literal["gpu_memory_utilization", "kv_cache_memory_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device's memory."""
+    """The memory of one device."""
 
     free: int | None  # bytes before the engine allocates; None if not reported
     share: float  # of the memory left by weights and programs, for KV blocks
@@ -24,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windowed:
-    """Windowed layers (scheduler/windowed.py)."""
+    """Windowed layers with a separate pool (scheduler/windowed.py)."""
 
     window: int  # tokens
     block: int  # bytes of one block of all these layers
@@ -117,7 +117,7 @@ def share_out(device: Device, need: Need, asked: Asked) -> MemoryPlan:
     """Plan a device's memory: KV blocks get the user's number, else a share of the rest.
 
     Raises UserError, with the missing bytes and a remedy, if the weights do not fit, or the blocks cannot hold the
-    user's `max_model_len`, by default the model's, or as much as the blocks hold.
+    user's `max_model_len`. By default the length is the model's, or as much as the blocks hold.
     """
     _check_weights(device, need)
     room = None

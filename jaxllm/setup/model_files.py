@@ -12,7 +12,8 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced
 def identity(folder: Path, with_times: bool = False) -> str:
     """Return 32 hexadecimal digits of the names, sizes and samples of config.json and the files of weights.
 
-    Reading whole weights would take seconds a gigabyte. `with_times` includes the times of change.
+    Reading weights whole would take seconds a gigabyte. `with_times` includes the times of change, to find other
+    changes.
     """
     found = hashlib.sha256()
     for file in _files(folder):

@@ -171,7 +171,8 @@ def choose_dtype(config: EngineConfig, checkpoint: Mapping[str, Any], platform: 
 def choose_cache_dtype(config: EngineConfig, dtype: jnp.dtype, is_cpu: bool) -> tuple[jnp.dtype, str | None]:
     """Return the type of the cache's arrays, and of 8-bit floats that they store as bytes, if any.
 
-    On a CPU XLA would convert the whole pool of 8-bit floats in every layer (jax 0.12).
+    On a CPU XLA would convert the whole pool of 8-bit floats in every layer: 72 MiB of temporaries for a pool of 32
+    (jax 0.12).
     """
     if config.kv_cache_dtype == "auto":
         return dtype, None
@@ -402,8 +403,8 @@ def _check_combinations(config: EngineConfig, described: Described, rounds: bool
 def step_sizes(config: EngineConfig, recorded: Mapping[str, Any], is_cpu: bool, pools: bool = False) -> tuple[int, int]:
     """Return the number of slots and the tokens of a step.
 
-    The user's numbers precede the manifest's, `recorded`, which is ignored if only one of the two is deterministic. A
-    deterministic step always computes its full size, which is therefore small.
+    The user's numbers take precedence over the manifest's, `recorded`, which is ignored if only one of the two is
+    deterministic. A deterministic step always computes its full size, which is therefore small.
     """
     if recorded.get("deterministic", False) != config.deterministic:
         recorded = {}

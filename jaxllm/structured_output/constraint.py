@@ -1,4 +1,4 @@
-"""An output's progress through its grammar."""
+"""The progress of one output through its grammar."""
 
 from __future__ import annotations
 

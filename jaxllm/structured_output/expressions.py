@@ -102,7 +102,7 @@ def translate_pattern(pattern: str) -> str:
 
 
 class _Writer:
-    """It may match only `characters`, if set."""
+    """Translates one expression; it may match only `characters`, if set."""
 
     _edge = _Edge.HELD
 

@@ -1,4 +1,4 @@
-"""Compile grammars with llguidance, and compute masks of allowed tokens."""
+"""Compile and cache grammars with llguidance, and compute masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from jaxllm.threads import start_thread
 MAX_KEPT = 64  # grammars
 MAX_KEPT_CHARS = 2**20  # of all sources
 MAX_KEPT_BYTES = 2**28  # of lexers, which grow in use: to 20 or 40 MB for small sources
-# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars.
+# Lexer memory: 1 to 20 bytes per unit of work in 22 kinds of grammars, at most 1 kB for each of 50,000 states.
 _LEAST_BYTES = 2**18
 _BYTES_A_UNIT = 20
 _MOST_BYTES = 50 * 2**20
 _WORK = re.compile(r'^  "lexer_cost": (\d+),$', re.MULTILINE)
 _MANY_TOKENS = 2**31 - 1
-_WEIGHED_SECONDS = 0.002  # weigh after longer masks
+_WEIGHED_SECONDS = 0.002  # weigh after longer masks: lexers grow 100 kB in that time
 STEPS_UNWEIGHED = 32
 # Then recompile: lexer states accumulate against the limit.
 MAX_USES = 64
@@ -50,8 +50,9 @@ _MOST_TEXT = 2**13  # as schemas.MAX_TEXT
 _LONG_SECONDS = 0.001  # on one thread; further masks use several
 _NUM_TRIED = 3  # steps: JSON's bracket and two more
 
-# llguidance 1.9.1, one core, 128,000 tokens: first use 1.9 s, 86 MB; a mask 13 µs (median), 0.2 ms (p99), 2 to 6 ms for
-# \w and choices. Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about 100 if ambiguous.
+# llguidance 1.9.1, one core of two. 128,000 tokens: first use 1.9 s, 86 MB; compiling three properties 8 ms; a mask 13
+# µs (median), 0.2 ms (p99), 2 to 6 ms for \w and choices. Largest grammars: compiling 0.2 to 0.5 s, a mask 10 ms, about
+# 100 if ambiguous.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,  # 25,000 short choices take 300,000
     step_lexer_fuel=100_000,
@@ -89,7 +90,7 @@ class Grammar:
 
 
 class Grammars:
-    """Reads the vocabulary at first use."""
+    """An engine's grammars. Reads the vocabulary at first use."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._of_vocabulary = (tokenizer, vocab_size, eos_ids)

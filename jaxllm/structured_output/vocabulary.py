@@ -30,7 +30,8 @@ class Vocabulary:
             raise combinations.refusal("structured_outputs", combinations.NO_END)
         self._tokenizer = tokenizer
         self.eos_ids = frozenset(eos)
-        # Tokens without bytes are never allowed: special ones, so that no expression matches them.
+        # Tokens without bytes are never allowed: special ones, so that no expression matches them. llguidance allows
+        # ends by id.
         silent = tokenizer.special_ids.union(eos)
         texts = [b"" if token in silent else self.bytes_of(token) for token in range(vocab_size)]
         written = set(texts)

@@ -1,6 +1,6 @@
 """Adapters' tokenizers, run in another process.
 
-Methods that encode or render call the process: not for an event loop.
+`piece` is a table lookup, safe in engine steps. Methods that encode or render call the process: not for an event loop.
 """
 
 from __future__ import annotations

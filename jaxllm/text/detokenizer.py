@@ -70,7 +70,7 @@ def advance(state: Detokenizer, tokenizer: Tokenizer, new_ids: Iterable[int]) ->
         return _advance_bytes(state, tokenizer.decoding, b"".join(pieces))  # type: ignore[arg-type]
     text: list[str] = []
     strip = tokenizer.decoding.strip
-    # As in vLLM.
+    # As in vLLM: between output tokens, for added ones, if special tokens are shown.
     spaced = state.params.spaces_between_special_tokens or state.params.skip_special_tokens
     for token_id, piece in zip(shown, pieces, strict=True):
         if isinstance(piece, bytes):

@@ -78,7 +78,10 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text without the space that some tokenizers prepend, among models of code only byte-fallback ones."""
+    """Encode a text without the space that some tokenizers prepend.
+
+    Among models of code, only byte-fallback tokenizers do; elsewhere a text could merge with the anchor.
+    """
     ids = tokenizer.encode(text, add_special_tokens=False)
     puts_space = tokenizer.token(tokenizer.encode("a", add_special_tokens=False)[0]).startswith("▁")
     if not puts_space or tokenizer.decoding.byte_tokens != "fallback":

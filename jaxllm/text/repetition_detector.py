@@ -1,4 +1,4 @@
-"""Detect repeated patterns of tokens."""
+"""Detect outputs that end in a repeated pattern of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class RepetitionDetector:
     def __init__(self, params: RepetitionDetectionParams) -> None:
         longest = params.max_pattern_size
         sizes = np.arange(1, longest + 1)
-        # `min_count` copies of a pattern: the last (min_count - 1) * size tokens equal those `size` before.
+        # A pattern of `size` is repeated `min_count` times if each of the last (min_count - 1) * size tokens equals the
+        # token `size` before.
         self._needed = np.where(sizes < params.min_pattern_size, np.iinfo(np.int64).max, (params.min_count - 1) * sizes)
         self._equal = np.zeros(longest, np.int64)  # by size: trailing tokens equal to the one `size` before
         self._recent: deque[int] = deque(maxlen=longest)

@@ -36,7 +36,7 @@ def match_stops(matcher: StopMatcher, delta: str) -> tuple[StopMatcher, str]:
     """Process more text; return the next state and the text that is final.
 
     The first stop string to complete ends the text before it; of several with the same start, the longest. The longest
-    suffix that begins a stop string is withheld; at the end, add `held`. Algorithm: Knuth-Morris-Pratt.
+    suffix that begins a stop string is withheld; at the end of a request, add `held`. Algorithm: Knuth-Morris-Pratt.
     """
     if matcher.matched is not None or not delta:
         return matcher, ""

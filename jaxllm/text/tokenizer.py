@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template.
 
-Uses `tokenizers` and jinja2 directly: ready in 0.05 s on two cores, where `transformers.AutoTokenizer` takes 1.9 s or
-more. `transformers` only converts folders without `tokenizer.json`.
+Uses `tokenizers` and jinja2 directly: ready in 0.05 s (0.15 s with a template) on two cores, where
+`transformers.AutoTokenizer` takes 1.9 to 3.1 s. `transformers` only converts folders without `tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ class Tokenizer:
     def end_of(self, text: str, num_tokens: int) -> str:
         """Return a suffix of a text that contains its last `num_tokens` tokens, without tokenizing.
 
-        As long as `num_tokens` + 64 of the vocabulary's longest tokens. Tokens are wrong only if a word is longer than
-        64 longest tokens, or many characters map to one token or to nothing.
+        As long as `num_tokens` + 64 of the vocabulary's longest tokens. Fewer or wrong tokens result only if a word is
+        longer than 64 longest tokens, or many characters map to one token or to nothing.
         """
         most = (num_tokens + TOKENS_AT_A_CUT) * self._most_characters
         return text[-most:]
@@ -446,7 +446,8 @@ class Decoding:
 def _decoding_of(decoder: Mapping[str, Any] | None, name: str) -> Decoding:
     """Return how a decoder joins tokens; raise `UserError` unless it can be streamed exactly.
 
-    It can at byte level, and where a token's text depends at most on being first.
+    Possible for byte-level decoders, and where a token's text depends at most on being first, with or without byte
+    fallback.
     """
     stages = _flatten(decoder)
     strip = ""

@@ -1,4 +1,4 @@
-"""Read tokenizer files of any age; never run their code."""
+"""Read tokenizer files of any age, from a folder or the hub; never run its code."""
 
 from __future__ import annotations
 

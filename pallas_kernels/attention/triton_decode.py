@@ -98,7 +98,7 @@ def attend_piece(
             if k_scales is not None:
                 scores *= tl.load(k_scales + slots)[None, :]
             if SOFTCAP is not None:
-                # tanh(x) = 2 sigmoid(2 x) - 1.
+                # tanh(x) = 2 sigmoid(2 x) - 1. SCALE includes log2(e).
                 cap: tl.constexpr = SOFTCAP * _LOG2_E
                 scores = (2 * tl.sigmoid(scores * (2 / cap)) - 1) * cap
             is_seen = keys < end

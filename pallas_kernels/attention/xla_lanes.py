@@ -1,7 +1,7 @@
 """Decode attention for many rows of different lengths on a CPU.
 
 In xla.py every row iterates as often as the longest; here 16 lanes process rows in sequence, balanced to end together.
-Rows do not affect each other's bits. W lanes, D rows per lane.
+Rows do not affect each other's bits. Further letters: W lanes, D rows per lane.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Mixture of experts for NVIDIA GPUs in Triton: one launch selects, three multiply; one CUDA graph serves all cases.
 
-Weight rows are the first tensor core operand (Hopper: 64), so tiles of assignments can be as narrow as 8. Half-full
-last tiles are multiplied as half tiles, but not in deterministic mode: the instruction may differ.
+Weight rows are the first tensor core operand (Hopper: 64), so tiles of assignments can be as narrow as 8.
+Half-full last tiles are multiplied as half tiles, but not in deterministic mode: the instruction may differ (mma.sync
+for 8, wgmma for 16).
 """
 
 # pyright: reportMissingImports=false

@@ -1,6 +1,6 @@
 """Cache writes on NVIDIA GPUs in Triton: rotary embedding and both stores in one kernel.
 
-Small models' decode steps are bound by launches.
+Small models' decode steps are bound by launches (measured on 8.0 and 9.0).
 """
 
 # pyright: reportMissingImports=false

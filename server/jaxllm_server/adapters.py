@@ -1,6 +1,7 @@
 """LoRA adapters of a server by name.
 
-Clients select an adapter as the model. Each load gets a new `LoRARequest` number. Runs on the event loop.
+Clients select an adapter as the model. Each load gets a new `LoRARequest` number, which distinguishes a reloaded
+adapter. Runs on the event loop.
 """
 
 from __future__ import annotations

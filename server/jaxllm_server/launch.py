@@ -72,13 +72,15 @@ def serve(server: Server) -> int:
 
 def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener"))
+    handler.addFilter(
+        RateLimitFilter("uvicorn.error", "jaxllm.server.http", "jaxllm.server.listener")
+    )  # any connection can cause these
     handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # logs every missing backend
     logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # duplicates our messages
-    # gRPC logs invalid UTF-8 in metadata, perhaps a key.
+    # gRPC logs invalid UTF-8 in metadata, perhaps a key, with a traceback.
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "Invalid encoding" not in str(record.msg))
 
 

@@ -1,4 +1,4 @@
-"""Speculative decoding; see scheduler/drafting.py."""
+"""The feature of speculative decoding; see scheduler/drafting.py."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ FORCED_PER_ROW = 0.5
 # Time limit for the tokens that grammars consume in a step, 1 to 20 us each (5 ms if slow); other threads take the
 # rest.
 CONSUME_SECONDS = 0.02
-# Time limit for a step's masks; other threads make those of expensive grammars.
+# Time limit for a step's masks; other threads make those of expensive grammars. With 126 such outputs on two cores, a
+# stream has 0.05 to 0.12 s between tokens at the median, at most 0.5 s.
 MASK_SECONDS = 0.05
 
 

@@ -44,7 +44,7 @@ class RequestImages(NamedTuple):
 
 
 class NoImages(Feature):
-    """Refuses images without a tower."""
+    """Refuses images and sounds to a model without a tower."""
 
     name = "media"
 

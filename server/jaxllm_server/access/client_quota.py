@@ -1,4 +1,4 @@
-"""Limits per client and connection."""
+"""Limits on concurrent calls and sequences, per client and connection."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _MOST_AT_ONCE = 64
 class Listener:
     """Accepts connections; pauses without free descriptors.
 
-    uvloop would retry without pause if another thread takes libuv's spare descriptor (100 % of a core, measured).
+    uvloop would retry without pause if another thread takes libuv's spare descriptor (100 % of a core in every second
+    trial, measured).
     """
 
     def __init__(

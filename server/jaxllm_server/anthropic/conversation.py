@@ -1,4 +1,4 @@
-"""Converts `system`, `messages` and `tools` to chat templates' form. Pure."""
+"""Converts `system`, `messages` and `tools` to chat templates' form, checking shapes only. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm_server.generation.calls import NamedTool, ToolChoice
 from jaxllm_server.generation.chat_checks import MOST_MESSAGES
 from jaxllm_server.requests.fields import Body
 
-# Claude Code's `system` begins with a line that varies, which defeats the prefix cache.
+# Claude Code's `system` begins with a line that changes with every request, which defeats the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 _TOOL_ID = "toolu_"
 _PARSERS_ID = "chatcmpl-tool-"  # of the tool parsers

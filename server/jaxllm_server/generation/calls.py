@@ -1,4 +1,4 @@
-"""Requests and results, as plain data."""
+"""Requests and results of any protocol, as plain data."""
 
 from __future__ import annotations
 

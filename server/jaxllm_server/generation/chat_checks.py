@@ -17,7 +17,7 @@ _MOST_BRACKETS = 1 << 19  # strings included
 _MAX_TEMPLATE_KWARGS = 32
 _MAX_TEMPLATE_KWARG_CHARS = 1024
 _MAX_NAME_CHARS = 64
-# Other fields' variables, and arguments that change the tokenization (vLLM CVE-2025-62426).
+# Other fields' variables, and arguments of transformers and vLLM that change the tokenization (vLLM CVE-2025-62426).
 _RESERVED_KWARGS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "template"),

@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning."""
+"""Formats of tool calls and reasoning, configured or detected."""
 
 from __future__ import annotations
 

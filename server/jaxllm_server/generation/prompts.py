@@ -1,4 +1,4 @@
-"""A model's prompts."""
+"""Converts prompts to token ids."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Prompts:
             if (images or videos) and kept is not None:
                 raise combinations.refusal("truncate_prompt_tokens", "multi_modal_data")
             if call.truncation_side == "right" and kept is not None and len(ids) > kept:
-                return {"prompt_token_ids": ids[:kept]}
+                return {"prompt_token_ids": ids[:kept]}  # the text would not match
             prompt = with_images({"prompt": text, "prompt_token_ids": ids}, images, model.processor)
             return with_videos(prompt, videos, model.processor, tokenizer)
         if not isinstance(call.prompt, str) and call.suffix is None:

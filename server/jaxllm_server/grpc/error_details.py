@@ -1,4 +1,4 @@
-"""Converts exceptions to gRPC statuses. Pure."""
+"""Converts exceptions to gRPC statuses with google.rpc details. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from jaxllm_server.grpc.frames import FrameCheck, FrameError
 READ_BYTES = 32 * 1024
 CORE = "core"
 # In price units: 6,144 calls per second, burst 2,048, on all connections; more are delayed, except 64 per second, burst
-# 16, per connection.
+# 16, per connection, which spares other clients.
 RATE = 3 << 20
 BURST = 1 << 20
 OWN_RATE = 32 << 10

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("jaxllm.server.grpc")
 RESTART_SECONDS = 1.0
 _END_SECONDS = 4.0
-_LONGEST_DIR = 30  # a Unix socket's path has at most 103 bytes on some systems
+_LONGEST_DIR = 30  # a Unix socket's path has at most 103 bytes on some systems, with an IPv6 address
 _MORE_BLOCK_BYTES = 64 << 10  # above max_header_bytes; gRPC's core refuses these with a status
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Of HEADERS: a call takes 7 KB and 0.3 ms of Python (measured); of resets too.
+# Of HEADERS: a call takes 7 KB and 0.3 ms of Python (measured); of resets too, whose calls still wait for Python.
 CALL_PRICE = 512
 FRAME_PRICE = 32  # other frames
 _HEAD_BYTES = 9

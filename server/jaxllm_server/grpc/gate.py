@@ -37,7 +37,8 @@ _FAREWELL_SECONDS = 5.0
 # After a cancellation `read` returns EOF; gRPC has this long to cancel the task before EOF is the client's error.
 _CANCEL_SECONDS = 0.05
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue] - Cython's
-# Health checks need no key and may announce any size. Of slow ones, a new one replaces the oldest (256 MiB by default).
+# Health checks need no key and may announce any size. Valid ones arrive with the call's first packet; of slow ones, a
+# new one replaces the oldest (256 MiB by default).
 _MAX_HEALTH_MESSAGES = 32
 _HEALTH_SECONDS = 1.0
 _HEALTH_LEAST_SECONDS = 0.05

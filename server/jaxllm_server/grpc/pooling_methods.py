@@ -1,4 +1,4 @@
-"""Embed, classify and score over gRPC."""
+"""Embed, classify and score in `jaxllm.v1.InferenceService`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class PoolingMethods(Servicer):
             return replace(await self._read(client, request, pooling_messages.pool_call_of, given), client=client)
 
         answers = await self._serving.pooling.stream(requests, read, client)
-        # At once: a grpc.aio client that writes while its call is refused gets no reason (grpc/grpc#36066).
+        # At once; nor does a failed text end the stream: a grpc.aio client that writes while its call is refused gets
+        # no reason (grpc/grpc#36066).
         request_id = first(context.invocation_metadata(), REQUEST_ID) or uuid4().hex
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         async with aclosing(answers), Writer(context, self._stall_timeout) as writer:

@@ -1,4 +1,4 @@
-"""Weight and sleep methods."""
+"""Weight and sleep methods of `jaxllm.v1.ControlService`."""
 
 from __future__ import annotations
 

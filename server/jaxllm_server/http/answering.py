@@ -29,7 +29,7 @@ _MOST_TOLD = 256  # clients can invent any number
 
 
 class Answering:
-    """Reads bodies and prepares answers; one per server."""
+    """Reads bodies into replies and prepares their answers; one per server."""
 
     def __init__(self, serving: Serving, options: ServerOptions, tracer: Tracer) -> None:
         self.serving = serving

@@ -40,7 +40,7 @@ class BodyReader:
         media, _, parameters = request.headers.get("content-type", "").partition(";")
         charset = parameters.replace(" ", "").lower()
         is_json = media.strip().lower() == "application/json" and charset in ("", 'charset="utf-8"', "charset=utf-8")
-        # Ollama ignores the media type: `curl -d` sends a form's. `Guard` refuses other origins.
+        # Ollama ignores the media type: `curl -d` sends a form's, LiteLLM none. `Guard` refuses other origins.
         if not is_json and not request.url.path.endswith(OLLAMA_PATHS):
             raise Refusal(415, "The body must be application/json in UTF-8.", "CONTENT_TYPE", closes=True)
         _check_encoding(request)

@@ -1,4 +1,4 @@
-"""HTTP routes."""
+"""HTTP routes; handlers for text and tokens."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class ClientGone(Exception):
 
 
 class Refusal(Exception):
-    """An HTTP refusal."""
+    """A refusal specific to HTTP."""
 
     def __init__(
         self,

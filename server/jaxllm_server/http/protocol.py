@@ -196,7 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._abort_later()
         elif not self._is_in_head and self.cycle.response_complete:
-            self._expect_head()  # limits an unread body
+            self._expect_head()  # limits an unread body: uvicorn's timer stops at the first byte
 
     def pause_writing(self) -> None:
         """Block the app until the client reads; abort after `stall_seconds`."""

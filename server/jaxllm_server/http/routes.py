@@ -1,4 +1,4 @@
-"""Routes."""
+"""A route's handler and description."""
 
 from __future__ import annotations
 

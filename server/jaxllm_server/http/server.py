@@ -1,4 +1,4 @@
-"""uvicorn's server."""
+"""uvicorn's server on listening sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP routes that pause an engine and update weights."""
+"""HTTP routes, by vLLM's names, that pause an engine and update weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serializes answers."""
+"""Serializes answers, whole or in the API's streaming format."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ class ChatReply:
         choice = _tool_choice(asked, conversation["tools"] is not None)
         self._is_named = isinstance(choice, NamedTool)
         if is_forced(choice) and fields.get("structured_outputs") is None and "response_format" in fields:
-            # A forced call has no content to constrain, as in vLLM.
+            # A forced call has no content to constrain, as in vLLM (tool_parsers/abstract_tool_parser.py,
+            # adjust_request).
             sampling.pop("structured_outputs", None)
         self.calls: Sequence[Call] = [
             Call(

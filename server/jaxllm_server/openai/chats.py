@@ -1,4 +1,4 @@
-"""`/v1/chat/completions/batch`, as in vLLM. Pure."""
+"""`/v1/chat/completions/batch`: several conversations, each a call and a choice, as in vLLM. Pure."""
 
 from __future__ import annotations
 

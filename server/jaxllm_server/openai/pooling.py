@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`. Pure."""
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/score`, `/rerank`: requests to calls, results to JSON. Pure."""
 
 from __future__ import annotations
 

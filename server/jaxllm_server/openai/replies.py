@@ -113,8 +113,8 @@ def error_body_of(error: BaseException) -> dict[str, dict[str, Any]]:
 def model_card(name: str, root: str, created: int, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
     """Describe a served model.
 
-    `root` is the model's path, as in vLLM, or an adapter's source; `parent` is an adapter's model. `created` is in
-    seconds since 1970.
+    `root` is the model's path, as in vLLM, where local clients find the tokenizer, or an adapter's source; `parent` is
+    an adapter's model. `created` is in seconds since 1970.
     """
     return {
         "id": name,

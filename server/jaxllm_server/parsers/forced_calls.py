@@ -1,4 +1,4 @@
-"""Parsers for calls under a grammar."""
+"""Parsers for tool calls under a grammar, for all models; other text is content."""
 
 from __future__ import annotations
 

@@ -248,7 +248,8 @@ class GraniteParser(ListCalls):
 class MistralParser(GraniteParser):
     """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` per call, between text.
 
-    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, as in vLLM.
+    Tokenizers from version 11 on use the second form; `[CALL_ID]` and an id may precede `[ARGS]`, optional as in vLLM
+    (mistral-common, tokens/tokenizers/instruct.py).
     """
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")

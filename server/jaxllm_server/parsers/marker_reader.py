@@ -1,4 +1,4 @@
-"""Finds markers in streamed text."""
+"""Finds markers in streamed text in linear time."""
 
 from __future__ import annotations
 

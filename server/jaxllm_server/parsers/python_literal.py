@@ -1,6 +1,7 @@
 """Converts a streamed Python literal to JSON in linear time.
 
-Models mix in JSON's `true`, `false` and `null`. Anything else, such as a tuple, is an error, as in vLLM.
+Models mix in JSON's `true`, `false` and `null`. Anything else, such as a tuple, is an error, as in vLLM
+(tool_parsers/utils.py, get_parameter_value).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streaming split of text into reasoning and content, at tags such as `<think>` and `</think>`.
 
-Only tags are dropped, as in vLLM. Without an end tag all is reasoning. A second `<think>`, and tags after the first
-`</think>`, are text.
+Only tags are dropped, as in vLLM (reasoning/qwen3_reasoning_parser.py, deepseek_r1_reasoning_parser.py). Without an end
+tag all is reasoning. A second `<think>`, and tags after the first `</think>`, are text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class ReasoningParser(Protocol):
         """Whether the next character is reasoning."""
         ...
 
-    def push(self, text: str) -> tuple[str, str]: ...
+    def push(self, text: str) -> tuple[str, str]:
+        """Return final reasoning and content."""
+        ...
 
     def finish(self, is_cut_off: bool = False) -> tuple[str, str]:
         """Return held-back text, except a partial tag of a truncated output."""

@@ -22,7 +22,7 @@ Signs: TypeAlias = tuple[tuple[str, ...], ...]  # a template matches if it conta
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """A tool-call format."""
+    """A model family's tool-call format."""
 
     parser: type[ToolParser]
     signs: Signs = ()
@@ -31,7 +31,7 @@ class ToolForm:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
-    """A reasoning format."""
+    """A model family's reasoning format."""
 
     form: TaggedReasoning | HarmonyChannels
     signs: Signs = ()

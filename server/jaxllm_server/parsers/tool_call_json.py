@@ -1,4 +1,4 @@
-"""A call's JSON object."""
+"""Streaming reader of a call's JSON object."""
 
 from __future__ import annotations
 

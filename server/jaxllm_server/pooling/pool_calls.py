@@ -1,4 +1,4 @@
-"""Requests and results of pooling."""
+"""Requests and results of pooling, for all protocols."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 
 class PoolSite(Protocol):
-    """Engine, options, names and limits."""
+    """A server's engine, options, model names and limits."""
 
     engine: EngineClient
     options: ServerOptions

@@ -1,4 +1,4 @@
-"""Streams of pooling requests."""
+"""Answers a client's stream of pooling requests."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from jaxllm_server.pooling.pool_site import PoolSite
 from jaxllm_server.shared.truncation import cut_ids
 
 _log = logging.getLogger("jaxllm.server")
-_STEPS = 3  # two in flight and the next
+_STEPS = 3  # of prompts: two in flight and the next
 FULL_SECONDS = 0.25  # retry interval while the queue is full
 _DOES = {"embed": "embeds texts", "classify": "classifies texts", "score": "scores pairs of texts"}
 

@@ -1,4 +1,4 @@
-"""Options of an answer, and protocols of replies. Pure."""
+"""The client's options for an answer, and protocols of replies. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxllm_server.shared.options import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """An answer's form and content."""
+    """Options for an answer's form and content."""
 
     stream: bool
     include_usage: bool

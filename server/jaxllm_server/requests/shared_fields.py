@@ -1,4 +1,4 @@
-"""Fields of several routes, with vLLM's names and defaults. Pure."""
+"""Fields shared by several routes, with vLLM's names and defaults; checks shapes only. Pure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _MOST_STRANGE = 16  # unlisted fields per request; each search for a similar nam
 _MISSPELT = 0.74  # similarity: "sotp" has 0.75, "user_id" 0.73
 _MOST_HEADER = 1024  # characters; clients accept some KiB
 
-# Harmless fields of other servers: llama.cpp, SGLang, text-generation-webui, TGI, Ollama, OpenRouter, LiteLLM.
+# Harmless fields of other servers: llama.cpp tools/server/README.md, SGLang entrypoints/openai/protocol.py,
+# text-generation-webui extensions/openai/typing.py, TGI's GenerateParameters, Ollama docs/api.md, OpenRouter, LiteLLM.
 FOREIGN = frozenset(
     (
         # Sampling filters and penalties

@@ -1,6 +1,6 @@
 """`/v1/responses/compact`: returns user messages and a summary. Pure.
 
-Unlike OpenAI's, the summary is not encrypted: any server can continue from it.
+Unlike OpenAI's, the summary is in base64, not encrypted: any server can continue from it.
 """
 
 from __future__ import annotations

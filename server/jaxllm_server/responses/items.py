@@ -1,4 +1,4 @@
-"""Items of the Responses API. Pure."""
+"""Items of the Responses API: parsing, stored form (as OpenAI's lists), conversion to chat messages. Pure."""
 
 from __future__ import annotations
 

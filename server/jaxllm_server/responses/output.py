@@ -1,6 +1,7 @@
 """Builds a response's output items and a stream's events. Pure.
 
-Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's is one.
+Items do not depend on chunks, except that each streamed text between calls is a message, while a single chunk's text is
+one message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """In-memory store of responses, bounded in bytes, private to each client. Pure.
 
-Without space, the client with the most bytes loses its least recently used response.
+Without space, the client with the most bytes loses its least recently used response, so it cannot evict others'.
 """
 
 from __future__ import annotations

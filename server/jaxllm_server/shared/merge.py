@@ -1,4 +1,4 @@
-"""Merges iterators."""
+"""Merges asynchronous iterators into one."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ _WHOLE = re.compile(
 )
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SQUARE = bytes.maketrans(b"{}", b"[]")
-# Above any valid request (a conversation's 131,072 values). Python's parser blocks other threads while it creates
-# lists: 0.5 s for 8 MiB of "[]," (measured).
+# Above any valid request (a conversation's 131,072 values, a schema's 87,000). Python's parser blocks other threads
+# while it creates lists: 0.5 s for 8 MiB of "[]," (measured).
 _MOST_LISTS = 1 << 17
 _MOST_TEXTS = 1 << 18
 _SHOWN_KEY = 64
@@ -39,10 +39,13 @@ def read(raw: bytes | bytearray, max_depth: int, *, in_thread: bool = False) -> 
 def read_value(raw: bytes | bytearray, max_depth: int, name: str, *, in_thread: bool = False) -> Any:
     """Parse any JSON value; errors begin with `name`.
 
-    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: 8 MiB of token ids
-    then block the event loop for 0.02 s, not 0.2 s, but take three times as long (measured). Raises NotJsonError unless
-    the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated keys, NaN, infinities, numbers
-    beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists or texts.
+    With `in_thread`, the parser calls a Python function for each integer, so that other threads run: the C parser holds
+    the GIL. 8 MiB of token ids then block the event loop for 0.02 s, not 0.2 s, but take three times as long
+    (measured).
+
+    Raises NotJsonError unless the text is one JSON value; UserError for invalid UTF-8, a byte order mark, repeated
+    keys, NaN, infinities, numbers beyond a double, lone surrogates, more than `max_depth` brackets, or too many lists
+    or texts.
     """
     if raw.startswith(BOM_UTF8):
         raise UserError(f"{name} begins with a byte order mark (EF BB BF): send UTF-8 without one.")

@@ -1,4 +1,4 @@
-"""Checks for weight updates."""
+"""Checks for calls that sleep and update weights."""
 
 from __future__ import annotations
 

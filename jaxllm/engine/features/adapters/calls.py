@@ -1,4 +1,4 @@
-"""Engine calls for adapters."""
+"""Engine calls for adapters, by vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxllm.lora_request import LoRARequest
 
 
 class AdapterCalls:
-    """Reads on the calling thread."""
+    """Adapter methods of an engine, which read on the calling thread."""
 
     features: Features
     model: ModelInfo

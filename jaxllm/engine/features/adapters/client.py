@@ -78,7 +78,7 @@ class AsyncAdapterCalls(ABC):
 
 
 class NoAdapters:
-    """A fleet has no adapters."""
+    """`AdapterClient` for a fleet, which has no adapters."""
 
     def find_adapter(self, lora_request: LoRARequest) -> Adapter | None:
         raise combinations.refusal("lora_request", combinations.FLEET)

@@ -1,4 +1,4 @@
-"""The adapters feature."""
+"""The adapters feature: the adapters of requests and steps."""
 
 from __future__ import annotations
 

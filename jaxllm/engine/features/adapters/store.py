@@ -31,7 +31,7 @@ from jaxllm.text.tokenizer_files import digest_of, has_tokenizer, read_chat_temp
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """An adapter in memory."""
+    """An adapter in the host's memory."""
 
     number: int  # per content, above 0, never reused
     request: LoRARequest

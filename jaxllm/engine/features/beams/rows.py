@@ -1,4 +1,4 @@
-"""The beam search feature.
+"""The beam search feature: runs the beams of each search as a group of sequences.
 
 After a step of all beams, `rules.choose` selects the next ones and the scheduler forks.
 """
@@ -52,7 +52,7 @@ class BeamOutput(Sequence):
 
 
 class BeamSearches(Feature):
-    """A request's state is its `BeamSearch`."""
+    """Runs beam searches. A request's state is its `BeamSearch`."""
 
     name = "beams"
     takes = (BeamSearchParams,)

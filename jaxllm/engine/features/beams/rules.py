@@ -53,7 +53,7 @@ class Child(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """Parameters, state, and next tokens received."""
+    """A running search: parameters, state, and next tokens received."""
 
     rules: Rules
     shows_stop: bool  # in the text

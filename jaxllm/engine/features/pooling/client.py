@@ -12,7 +12,7 @@ from jaxllm.pooling_params import PoolingParams
 
 
 class PoolingClient(Protocol):
-    """See `EngineClient`."""
+    """The pooling call of `EngineClient`."""
 
     def generate(self, prompt: Prompt, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput]:
         """See `EngineClient.generate`."""

@@ -20,7 +20,7 @@ from jaxllm.runner.step_input import StepInput
 
 @dataclass(slots=True, eq=False)
 class PooledOutput(Sequence):
-    """A vector, no tokens."""
+    """The result of a pooled prompt: a vector, no tokens."""
 
     not_finite = "its vector was not finite"
 

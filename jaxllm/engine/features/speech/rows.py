@@ -1,4 +1,4 @@
-"""Masks the tokens that the rules of a speech model forbid in a step."""
+"""The feature: masks the tokens that the rules of a speech model forbid in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature of KV transfer: leases for prompts that another engine continues, and others' blocks.
+"""The feature of KV transfer: leases for prompts that another engine continues, and blocks of prompts from others.
 
 A consumer's request waits outside the scheduler for its blocks or a deadline; missing blocks are computed.
 """

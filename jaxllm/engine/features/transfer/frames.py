@@ -12,7 +12,7 @@ from typing import NamedTuple
 MAGIC = b"jaxkv\x00\x00\x01"  # the last byte is the version
 SERVICE = "jaxllm.kv.v1.KvTransfer"
 PULL, RENEW, RELEASE = f"/{SERVICE}/Pull", f"/{SERVICE}/Renew", f"/{SERVICE}/Release"
-# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum.
+# Magic, fingerprints, digest, group, bytes of both models' content; then a checksum of all other bytes.
 _HEADER = struct.Struct("!8s32s32s32sIQQ")
 _CHECKSUM = 32
 FRAME_BYTES = _HEADER.size + _CHECKSUM  # besides the content
@@ -22,7 +22,7 @@ NO_DRAFTS = bytes(32)
 
 
 class FrameError(ValueError):
-    """A message that is damaged or of another model."""
+    """A message that is damaged, or does not fit the engine."""
 
 
 class Fingerprint(NamedTuple):
@@ -33,7 +33,7 @@ class Fingerprint(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A prompt's block."""
+    """A block of a prompt."""
 
     group: int
     digest: bytes

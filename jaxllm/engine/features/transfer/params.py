@@ -16,7 +16,7 @@ _NAMES = (
 
 
 class Remote(NamedTuple):
-    """A prompt's blocks at a producer."""
+    """The blocks of a prompt at a producer."""
 
     target: str  # host:port
     lease: str
@@ -24,7 +24,7 @@ class Remote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferParams:
-    """A request's transfers."""
+    """The transfers of a request."""
 
     keeps: bool = False  # its prompt's blocks
     remote: Remote | None = None  # has its prompt's blocks

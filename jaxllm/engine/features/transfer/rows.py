@@ -1,4 +1,4 @@
-"""Arrived blocks."""
+"""Arrived blocks: an event of the scheduler, and content of the host's tier."""
 
 from __future__ import annotations
 

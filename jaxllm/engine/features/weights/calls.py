@@ -155,7 +155,7 @@ class WeightCalls(ABC):
 
     def update_weights(self, weights: Weights, *, weight_version: str | None = None) -> str:
         """Replace weights by those of a folder, or by NumPy or JAX arrays with the checkpoint's names; return the
-        version.
+        version in use.
 
         After `start_weight_update` this is a piece of an update; otherwise all weights must be given. Arrays are
         copied. Raises UserError, changing nothing, for an unknown name, a wrong shape or type, or a missing tensor.
