@@ -223,7 +223,7 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
     """Return restore arguments for a part: a piece per device, shared by neighbours where copied."""
     import orbax.checkpoint as ocp
 
-    if _is_one_array(weight):
+    if _is_one_array(weight):  # pads the vocabulary with zeros
         return ocp.ArrayRestoreArgs(
             dtype=dtype, sharding=layout.sharding(*weight.axes), global_shape=weight.shape, strict=False
         )

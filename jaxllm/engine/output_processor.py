@@ -50,7 +50,7 @@ class OutputProcessor:
         self._scheduler.abort({own.sequence_id: reason for own, reason in ending})
         for own, reason in ending:
             if own.finish_reason is not None:
-                continue
+                continue  # failed with another sequence
             try:
                 own.read(own.group.tokenizer)
                 own.flush(own.group.tokenizer)

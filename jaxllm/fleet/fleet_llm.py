@@ -181,7 +181,7 @@ class FleetLLM(StreamingEngine, FleetCalls):
 
     def _observe(self, replica: Replica, name: str, given: list[Any]) -> None:
         if name != "step" and self._prefills is not None and replica.number not in self._prefills.decoders:
-            return
+            return  # clients do not see it
         for observer in self._observers[replica.number]:
             try:
                 getattr(observer, name)(*given)

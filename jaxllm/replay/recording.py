@@ -179,7 +179,7 @@ class FileRecorder(EventRecorder):
         self._max_bytes = max_bytes
         self._about = dict(about or {})
         self.size = 0
-        try:
+        try:  # before the model is loaded
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size:
                 self.path.replace(f"{self.path}.old")

@@ -45,7 +45,7 @@ def begin(tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParam
             break
         tail.append(piece)
         if decoding.byte_tokens == "level" and sum(map(len, tail)) >= 3:
-            break
+            break  # the most of an incomplete UTF-8 character
     joined = b"".join(reversed(tail))
     if decoding.byte_tokens == "level":
         pending = joined[-3:]

@@ -57,7 +57,7 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                return  # backlog empty, or client gone
             except OSError as error:
                 self._pause(error)
                 return

@@ -33,7 +33,7 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def __init__(self) -> None:
         self._statuses: dict[str, Status] = {}
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # replaced at each change: every watcher wakes once
         self._is_closed = False
         self._watches = CallLimit("watches", MAX_WATCHES, MAX_WATCHES_EACH)
         self.set_state("loading")

@@ -115,7 +115,7 @@ class _Messages(MarkerReader):
             self._end_header(is_text=True)
             self._close()
         elif marker == _START and not "".join(self._header).startswith("<"):
-            self._end_header(is_text=True)
+            self._end_header(is_text=True)  # resembled a recipient
             self._take_marker(marker)
         elif marker:
             self._header.append(marker)

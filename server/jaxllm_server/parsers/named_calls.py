@@ -25,7 +25,7 @@ class SectionedCalls(ToolParser):
     def __init__(self, make_id: MakeId, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(make_id, tools)
         self._read = self._read_content
-        self._is_opened = False
+        self._is_opened = False  # a section or call is open, and no call was read since
 
     def _read_content(self, text: str, start: int) -> int:
         end, marker = self._seek(text, start, self._openings, self._content)

@@ -27,7 +27,7 @@ class PythonicParser(ToolParser):
         super().__init__(make_id, tools)
         self._read = self._read_opening
         self._called = ""
-        self._has_begun = False
+        self._has_begun = False  # part was emitted
         self._key = ""
         self._literal = PythonLiteral()
 

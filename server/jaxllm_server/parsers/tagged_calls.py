@@ -47,7 +47,7 @@ class TaggedCalls(SectionedCalls):
         self._after_value = (tags.key, *self._closings)
         self._called = ""
         self._schema: Mapping[str, Any] = {}
-        self._has_begun = False
+        self._has_begun = False  # part was emitted
         self._value: _Value | None = None
 
     def _read_name(self, text: str, start: int) -> int:
@@ -183,7 +183,7 @@ class TaggedCalls(SectionedCalls):
         super()._refuse()
 
     def _drop(self) -> None:
-        self._end_value()
+        self._end_value()  # excludes a partial end tag
         super()._drop()
 
     def _end(self) -> None:
