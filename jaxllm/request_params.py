@@ -12,4 +12,5 @@ class RequestParams:
 
     @property
     def num_sequences(self) -> int:
+        """The number of its sequences."""
         return 1

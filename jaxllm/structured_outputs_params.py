@@ -70,6 +70,7 @@ class StructuredOutputsParams:
 
     @property
     def marks(self) -> tuple[str, ...]:
+        """Return the texts of `begin_after`."""
         texts = () if self.begin_after is None else self.begin_after
         return texts if isinstance(texts, tuple) else (texts,)
 
@@ -91,6 +92,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
+        """One of KINDS."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 

@@ -234,6 +234,7 @@ def _target(weight: Weight, part: Part, layout: Layout, dtype: jnp.dtype) -> Any
 
 
 def _holding(weight: Weight, expert: int, layout: Layout) -> Layout:
+    """Return the layout of the devices that hold an expert."""
     axis = weight.axes[0]
     return layout.of_shard(axis, expert * layout.shards(axis) // (weight.stack or 1))
 

@@ -145,6 +145,7 @@ def find_pieces(
 
 
 def shapes_of(weight: Weight, family: Family, layer: int | None) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight's tensors in an unquantized checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in [None] if weight.stack is None else range(weight.stack):
         patterns = [family.tensors[part.name] for part in weight.parts]

@@ -142,6 +142,7 @@ class Completion:
 
     @property
     def seed(self) -> int | None:
+        """Reproduces these tokens."""
         return self.outputs[0].seed
 
     @property

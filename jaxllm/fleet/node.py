@@ -189,6 +189,7 @@ class Node:
         self._engine.end(name, reason)
 
     def _on_forget(self, name: str) -> None:
+        """Cancel a dropped request and send nothing."""
         task = self._requests.pop(name, None)
         if task is not None:
             task.cancel()

@@ -285,6 +285,7 @@ class Follower:
                 self._leave(f"host 0 is lost: no message for {looked - self._heard:.0f} s")
 
     def _leave(self, why: str, farewell: bool = True) -> NoReturn:
+        """Report a failure and end the process."""
         _log.error("host %d stops: %s", self.settings.rank, why)
         if self.link is not None and farewell:
             self.link.try_send("failed", why)

@@ -312,6 +312,8 @@ class Leader:
 
 
 class _Sender(EventRecorder):
+    """Sends the scheduler's calls."""
+
     def __init__(self, leader: Leader) -> None:
         super().__init__()
         self._leader = leader
@@ -332,6 +334,8 @@ class _Sender(EventRecorder):
 
 
 class _Watched(NamedTuple):
+    """A dispatched step that is awaited with a time limit."""
+
     flight: StepInFlight
     leader: Leader
 

@@ -245,6 +245,7 @@ def _attend_in_windows(block: int, q: Array, k: Array, v: Array, windows: Array)
         return values.reshape(-1, block, *values.shape[1:])
 
     def near(values: Array, edge: int = 0) -> Array:
+        """Return each block between both neighbors."""
         first = jnp.full_like(values[:block], edge)
         return jnp.concatenate([blocks(jnp.concatenate(each)) for each in _neighbors(values, first, block)], axis=1)
 

@@ -29,6 +29,7 @@ class PooledVisionSpec:
 
     @property
     def num_tokens(self) -> int:
+        """Embeddings of an image."""
         return self.tokens**2
 
     @property

@@ -76,6 +76,7 @@ def describe(weight: Weight, layout: Layout, dtype: DTypeLike) -> Any:
 
 
 def turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Exchange the last two axes."""
     return (*axes[:-2], axes[-1], axes[-2])
 
 

@@ -18,6 +18,7 @@ class Rows:
     comb: Comb | None
 
     def slices(self, start: int, count: int) -> list[slice]:
+        """Return the tensor slices of `count` rows from `start`."""
         if self.comb is None:
             return [slice(self.first + start, self.first + start + count)] if count else []
         first, length, period = self.comb.first, self.comb.length, self.comb.period

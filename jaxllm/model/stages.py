@@ -67,6 +67,7 @@ def place_of(layer: int, layout: Layout) -> tuple[int, int]:
 
 
 def of_one(spec: Spec, layout: Layout) -> Spec:
+    """Return the model that each stage computes."""
     if not layout.bounds:
         return spec
     count = ends(layout)[0]

@@ -59,6 +59,7 @@ class Replayer:
         self.plans: dict[int, Plan] = {}
 
     def take(self, entry: list[Any], number: int) -> Moment:
+        """Repeat the call of an entry other than END."""
         core, kind, time = self.core, _KINDS[entry[0]], entry[1] / 1e6
         if kind is Kind.ADD:
             requests = tuple(map(_read_request, entry[2]))

@@ -131,6 +131,7 @@ class DiskTier:
                 self._to_write.put((name, None))
 
     def drop_expected(self) -> None:
+        """Write no block that is still being copied to the host."""
         with self._lock:
             self._expected.clear()
 

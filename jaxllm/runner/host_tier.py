@@ -167,6 +167,7 @@ class HostTier:
         self._newest.clear()
 
     def receive(self, group: int, there: int, row: Row) -> None:
+        """Put content from elsewhere into a host block."""
         self._rows[group, there] = row
         self._newest.pop((group, there), None)  # a copy from before a reset must not replace it
 

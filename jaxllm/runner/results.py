@@ -84,6 +84,7 @@ def num_logprobs(max_logprobs: int, vocab_size: int) -> int:
 
 
 def read_verified(joined: np.ndarray, plan: Plan, num_logprobs: int) -> StepOutput:
+    """Split the results of a program that verifies drafts."""
     joined, (counts, drafted) = joined[:, :-2], joined[:, -2:].T
     result = read(joined, plan.num_tokens, num_logprobs)
     if not plan.num_drafts:  # a chunk samples after its last token

@@ -45,6 +45,7 @@ class StepModel:
 
 @contextmanager
 def products_of(model: StepModel) -> Iterator[None]:
+    """Trace products with the chosen kernels."""
     ways = {
         "linear": pallas_kernels.linear_by,
         "fused_topk": pallas_kernels.fused_topk_by,

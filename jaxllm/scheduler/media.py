@@ -125,6 +125,7 @@ class EncoderEditor:
         return length
 
     def forget(self, segments: Sequence[Segment]) -> None:
+        """Remove a failed request's images."""
         for segment in segments:
             self._free += self._entries.pop(segment.digest, ())
 

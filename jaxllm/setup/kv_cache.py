@@ -37,6 +37,7 @@ class Geometry:
 
     @property
     def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
     @property

@@ -613,6 +613,7 @@ def describe_programs(config: EngineConfig, setup: Setup, plan: MemoryPlan) -> d
 
 
 def _guess(setup: Setup) -> int:
+    """Return a high estimate of the largest program's temporaries."""
     spec = setup.spec
     widest = max(2 * spec.ffn_width, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size, spec.width)
     if spec.experts is not None:  # outputs of each token's experts, twice

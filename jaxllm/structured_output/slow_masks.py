@@ -74,6 +74,7 @@ class SlowMasks:
         return job
 
     def start(self) -> None:
+        """Start a thread if needed and possible."""
         with self._changed:
             if self._ready() and len(self._threads) < NUM_THREADS:
                 with suppress(RuntimeError):

@@ -72,6 +72,7 @@ class Images(Feature):
         self._shifts = np.zeros(core.runner.limits.num_slots, np.int32)  # by slot, see `shift_of`
 
     def claim(self, accepted: Accepted) -> None:
+        """Preprocess the images of a request and repeat their placeholders."""
         given = accepted.given
         if not isinstance(given, Mapping) or KEY not in given:
             return

@@ -77,6 +77,7 @@ def _status_of(code: str, message: str, details: Iterable[Message]) -> status_pb
 
 
 def path_of(parameter: str, request: Message | None) -> str:
+    """Return the path of the field that a parameter names."""
     if isinstance(request, _POOL_REQUESTS):
         is_score = isinstance(request, inference_pb2.ScoreRequest)
         inputs = "text_1" if is_score else request.WhichOneof("input") or "input"

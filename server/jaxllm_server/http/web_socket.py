@@ -167,6 +167,7 @@ class WebSocket:
         self._time_message()
 
     def _time_message(self) -> None:
+        """Limit the duration of the incoming message while reading."""
         is_timed = self._is_coming and not self._messages and not self._flow.write_paused
         if not is_timed and self._late is not None:
             self._late.cancel()

@@ -230,6 +230,7 @@ class PrometheusObserver(Collector):
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
     def __init__(self, engine: EngineView, model_name: str, adapters: FinishedByAdapter, number: int = 0) -> None:
+        """`number` is the engine's index in a fleet."""
         self._engine = engine
         self.adapters = adapters
         self._labels = {"model_name": model_name, "engine": str(number)}

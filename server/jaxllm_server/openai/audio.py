@@ -83,6 +83,7 @@ class TranscriptionReply:
 
     @property
     def media_type(self) -> str:
+        """The type of a complete answer."""
         return "text/plain; charset=utf-8" if self.format in ("text", "srt", "vtt") else "application/json"
 
     def response(self, made: Transcription) -> dict[str, Any] | str:
@@ -115,6 +116,7 @@ class TranscriptionReply:
         return parts
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
+        """Return the events of new text."""
         events: list[dict[str, Any]] = []
         new = progress.text[len(self._sent) :]
         if new and progress.text.startswith(self._sent):

@@ -281,6 +281,7 @@ def _num_logprobs(fields: Body) -> Any:
 
 
 def _reasoning(part: Part) -> dict[str, Any]:
+    """Return the reasoning under vLLM's name and DeepSeek's."""
     return {"reasoning": part.reasoning, "reasoning_content": part.reasoning} if part.reasoning else {}
 
 

@@ -39,6 +39,7 @@ def tokens_response(ids: Sequence[int], max_model_len: int, pieces: Sequence[str
 def detokenize_request_of(
     body: Body, policy: str = "refuse", ignored: list[str] | None = None
 ) -> tuple[str, list[int]]:
+    """Return the model's name and unchecked token ids."""
     fields = given(body, DETOKENIZE_FIELDS, {}, policy, ignored)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list) or types_of(tokens) - {int}:

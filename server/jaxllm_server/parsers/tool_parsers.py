@@ -48,6 +48,7 @@ class ToolParser(MarkerReader, ABC):
         self._name = ""
 
     def push(self, text: str) -> tuple[str, list[ToolCallDelta]]:
+        """Return final content and call deltas."""
         self._feed(text)
         return self._taken()
 

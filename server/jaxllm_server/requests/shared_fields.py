@@ -99,6 +99,7 @@ def names_of(fields: Body) -> dict[str, str]:
 
 
 def shared_call_fields(fields: Body) -> dict[str, Any]:
+    """Return the `Call` fields common to completions and chats."""
     return {
         "model": text(fields, "model") or "",
         "priority": integer(fields, "priority", 0),

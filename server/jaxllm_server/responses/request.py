@@ -123,6 +123,7 @@ def tools_of(fields: Body, max_tools: int) -> list[dict[str, Any]]:
 
 
 def choice_of(fields: Body, tools: Sequence[Body]) -> tuple[ToolChoice, Sequence[Body]]:
+    """Return the choice and the tools shown to the model."""
     choice = fields.get("tool_choice")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         names = _allowed_names(choice)

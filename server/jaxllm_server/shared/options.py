@@ -279,6 +279,7 @@ class ServerOptions:
 
     @property
     def most_sequences(self) -> int:
+        """The maximum of n times prompts."""
         return min(self.max_sequences, self.max_sequences_per_client or self.max_sequences)
 
     @property

@@ -35,4 +35,5 @@ class AdapterCalls:
         return self.adapters.remove(lora_id)
 
     def list_loras(self) -> set[int]:
+        """Return the `lora_int_id` of known adapters."""
         return self.adapters.ids()

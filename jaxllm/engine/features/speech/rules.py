@@ -111,11 +111,13 @@ class SpeechRules:
         return [self.previous, *before, *ids] if before and self.previous is not None else ids
 
     def words(self, written: Sequence[int]) -> list[int]:
+        """Return an output's tokens of text."""
         first = self.vocab_size if self.first_timestamp is None else self.first_timestamp
         return [token for token in written if token < first]
 
 
 def rules_of(model: ModelInfo) -> SpeechRules | None:
+    """Return the rules of a model whose encoder reads sound."""
     if model.sources is None or model.sources.sound is None:
         return None
     settings, token_of, size = model.generation_config, model.tokenizer.token_id, model.vocab_size

@@ -92,6 +92,7 @@ class Consumer:
         self._send(remote.target, RELEASE, remote.lease.encode(errors="replace"))
 
     def close(self) -> None:
+        """End all pulls. Idempotent."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:

@@ -82,6 +82,7 @@ class Producer:
         return lease.name
 
     def close(self) -> None:
+        """End all pulls and leases. Idempotent."""
         self._asked.put(None)
         self._server.stop(0).wait(CLOSE_SECONDS)
         self._short.shutdown(wait=False)
