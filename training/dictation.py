@@ -121,7 +121,8 @@ def labels_of(words: Sequence[Word]) -> np.ndarray:
     """Return uint8[2, POSITIONS]: 1 + the number of the word at each position, or 0, and its index in the window."""
     found = np.zeros((2, POSITIONS), np.uint8)
     for index, word in enumerate(words):
-        first, last = int(word.start / STEP_SECONDS), max(int(word.end / STEP_SECONDS), int(word.start / 0.02) + 1)
+        first = int(word.start / STEP_SECONDS)
+        last = max(int(word.end / STEP_SECONDS), first + 1)
         found[:, first:last] = [[1 + _NUMBER_OF[word.text]], [min(index, MOST_WORDS - 1)]]
     return found
 

@@ -1,10 +1,11 @@
 """Writes the trained networks as Hugging Face folders."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -90,13 +91,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 def write_folder(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     """Write config, weights in bfloat16 and tokenizer to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: np.ascontiguousarray(weight.astype(jnp.bfloat16)) for name, weight in hugging_face_weights(model).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_weights(hugging_face_weights(model), tokenizer, folder)
     generation = {
         "bos_token_id": END_OF_TEXT_ID,
         "eos_token_id": [TURN_END_ID, END_OF_TEXT_ID],
@@ -188,14 +183,7 @@ def captioner_config(model: captioner.Captioner) -> dict[str, Any]:
 
 def write_captioner(model: captioner.Captioner, tokenizer: Tokenizer, folder: Path) -> None:
     """Write config, weights in bfloat16, tokenizer and preprocessing to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: np.ascontiguousarray(value.astype(jnp.bfloat16))
-        for name, value in captioner.hugging_face_weights(model).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_weights(captioner.hugging_face_weights(model), tokenizer, folder)
     length = {"model_max_length": MAX_POSITIONS_WITH_PICTURE}
     own = tokenizer_config() | length | {"chat_template": talks.CHAT_TEMPLATE}
     processor = {"processor_class": "LlavaProcessor", "image_token": talks.IMAGE}
@@ -239,14 +227,7 @@ def recogniser_config(shape: recogniser.Shape, ids: dictation.Ids) -> dict[str, 
 
 def write_recogniser(model: recogniser.Recogniser, tokenizer: Tokenizer, folder: Path) -> None:
     """Write config, weights in bfloat16, tokenizer and preprocessing to the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: np.ascontiguousarray(value.astype(jnp.bfloat16))
-        for name, value in recogniser.hugging_face_weights(model).items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_weights(recogniser.hugging_face_weights(model), tokenizer, folder)
     shape, ids = model.encoder.shape, dictation.Ids(tokenizer)
     tokens = {
         "tokenizer_class": "WhisperTokenizer",
@@ -290,6 +271,15 @@ def write_recogniser(model: recogniser.Recogniser, tokenizer: Tokenizer, folder:
     write_json(folder / "generation_config.json", generation)
     write_json(folder / "preprocessor_config.json", preprocessing)
     write_json(folder / "tokenizer_config.json", tokens)
+
+
+def _write_weights(weights: Mapping[str, jax.Array], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write weights in bfloat16 and a tokenizer to the folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = {name: np.ascontiguousarray(value.astype(jnp.bfloat16)) for name, value in weights.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_json(path: Path, value: Any) -> None:

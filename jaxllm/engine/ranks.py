@@ -87,10 +87,8 @@ class RankedEngine(LLMEngine):
                     f"request id {accepted.request_id!r} is in use; choose another.", "request_id"
                 )
             ids.add(accepted.internal_id)
-        loads, shares = (
-            [_num_tokens(rank.scheduler.state) for rank in self.ranks],
-            [list[Accepted]() for _ in self.ranks],
-        )
+        loads = [rank.load().waiting_tokens + _running_tokens(rank.scheduler.state) for rank in self.ranks]
+        shares = [list[Accepted]() for _ in self.ranks]
         for accepted in requests:
             number = self._choose(accepted, loads)
             shares[number].append(accepted)
@@ -247,7 +245,5 @@ def engine_type(config: EngineConfig) -> type[LLMEngine]:
     return RankedEngine if config.shares_experts else LLMEngine
 
 
-def _num_tokens(state: State) -> int:
-    """Return the tokens of running and waiting requests."""
-    running = int(state.slots.length[state.slots.epochs > 0].sum())
-    return running + sum(entry.num_tokens for entry in state.waiting)
+def _running_tokens(state: State) -> int:
+    return int(state.slots.length[state.slots.epochs > 0].sum())

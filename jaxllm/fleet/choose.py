@@ -9,9 +9,9 @@ import numpy as np
 from jaxllm.fleet.prefix_index import PrefixIndex
 from jaxllm.scheduler import block_pool
 
-# Overloaded: the load exceeds OVERLOAD times the mean and the mean by more than WORTH times the request's cached
-# tokens: recomputing a token costs more than one more token of load. One of 64 replicas reached 1.22 times the mean
-# (docs/benchmarks.md).
+# Overloaded: the load exceeds OVERLOAD times the mean (then large loads stay below 1.2 times, docs/benchmarks.md) and
+# the mean by more than WORTH times the request's cached tokens: recomputing a token costs more than one more token of
+# load. With WORTH = 4, one of 64 replicas reached 1.22 times the mean.
 OVERLOAD = 1.1
 WORTH = 3
 

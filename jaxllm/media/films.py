@@ -21,7 +21,8 @@ MOST_FRAMES = 1 << 16  # of a file
 MOST_DECODED = 1 << 32  # pixels of a file's frames together: some seconds
 MOST_ANIMATED = 1 << 28  # of animations, which are read twice
 MOST_CELLS = 1 << 12  # frames of animations
-_ANIMATIONS = {"GIF": 10.0, "WEBP": 10.0, "PNG": 10.0}  # frames a second, if a file has no times
+USUAL_FPS = 24.0  # of frames without a rate, as in transformers
+_ANIMATION_FPS = 10.0  # if a file has no times
 _SIGNATURES = ((0, b"GIF8", "GIF"), (0, b"\x89PNG", "PNG"), (8, b"WEBP", "WEBP"))
 # By signature; demuxers that open further files or URLs are never tried.
 _CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"), (8, b"AVI ", "avi"))
@@ -111,7 +112,7 @@ class _Animation(_File):
         total = int(getattr(image, "n_frames", 1))
         if total > MOST_CELLS:
             raise UserError(f"{name} has {total} frames; an animation may have {MOST_CELLS}.", parameter)
-        super().__init__(name, parameter, image.size, total, _ANIMATIONS[kind], MOST_ANIMATED)
+        super().__init__(name, parameter, image.size, total, _ANIMATION_FPS, MOST_ANIMATED)
         milliseconds = sum(float(each.info.get("duration") or 0) for each in self._decoded())
         if milliseconds > 0:
             self.fps = total * 1000 / milliseconds
@@ -145,7 +146,7 @@ class _Recording(_File):
                 total += bool(packet.size and not packet.is_discard)
                 if total > MOST_FRAMES:
                     break
-        super().__init__(name, parameter, size, total, fps if 0 < fps < 1e6 else 24.0, MOST_DECODED)
+        super().__init__(name, parameter, size, total, fps if 0 < fps < 1e6 else USUAL_FPS, MOST_DECODED)
 
     def _opened(self) -> Any:
         return self._av.open(io.BytesIO(self._data), format=self._kind, options={"max_pixels": str(MOST_PIXELS)})

@@ -16,13 +16,12 @@ import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.media.cutting import cut, most_tokens
-from jaxllm.media.films import MOST_FRAMES, Film
+from jaxllm.media.films import MOST_FRAMES, USUAL_FPS, Film
 from jaxllm.media.images import MOST_RATIO
 from jaxllm.media.processor import CLIP_VALUES, UNREAD, Prepared, Settings, levels
 from jaxllm.media.resizing import resized
 
 PAIR = 2  # frames
-USUAL_FPS = 24.0  # of frames without a rate, as in transformers
 FILE_FPS = 2.0  # at which files are sampled
 LARGEST = 1 << 34  # pixels of a setting
 OPTIONS = "mm_processor_kwargs"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.media.processor import Prepared, Processor
+from jaxllm.metrics import Metrics
 from jaxllm.runner.device_state import leaf_index
 from jaxllm.runner.encoder_weights import EncoderWeights
 from jaxllm.runner.step_model import Leaves
@@ -68,6 +69,12 @@ class ImageEncoder(EncoderWeights):
 
         with ThreadPoolExecutor(min(len(self._sizes), os.cpu_count() or 2)) as pool:
             self._programs = dict(zip(self._sizes, pool.map(program, self._sizes), strict=True))
+
+    def count(self, metrics: Metrics, num_encoded: int) -> None:
+        if self.processor.kind == "audio":
+            metrics.sounds_encoded += num_encoded
+        else:
+            metrics.images_encoded += num_encoded
 
     @property
     def temporary_bytes(self) -> int:

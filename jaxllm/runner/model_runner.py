@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 class StepInFlight(NamedTuple):
     """A dispatched step."""
 
-    joined: jax.Array
+    joined: jax.Array | np.ndarray
     plan: Plan
     has_drafts: bool
     num_logprobs: int
@@ -442,10 +442,7 @@ class Runner(Residence):
                 self._state = small.patch_extras(self._state, packed.extras)
             if packed.encodes and self.encoder is not None:
                 self._state = self.encoder.encode(self._state, packed.encodes)
-                if self.encoder.processor.kind == "audio":
-                    self.metrics.sounds_encoded += len(packed.encodes)
-                else:
-                    self.metrics.images_encoded += len(packed.encodes)
+                self.encoder.count(self.metrics, len(packed.encodes))
             if len(packed.moves):
                 if self._host is not None:
                     self._state = self._host.move(self._state, packed.moves, plan.number)

@@ -5,11 +5,11 @@ The arrays of ranks are joined along their first axis (`Layout.ranked`). A rank 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -22,21 +22,8 @@ from jaxllm.runner.results import Scored, StepOutput
 from jaxllm.runner.scoring import SCORED_ROWS
 from jaxllm.runner.small_programs import COPIED_BLOCKS, COPY_PROGRAMS, PATCH_ENTRIES, PATCH_EXTRAS, SmallPrograms
 from jaxllm.runner.step_input import PackedStep, StepInput
-from jaxllm.scheduler.state import NO_ROWS, Plan
+from jaxllm.scheduler.state import NO_PLAN, Plan
 from jaxllm.setup.kv_cache import leaves_by_group
-
-_NONE = np.zeros(0, np.int32)
-_NO_PLAN = Plan(
-    now=0.0,
-    num_decodes=0,
-    slots=NO_ROWS,
-    epochs=NO_ROWS,
-    starts=_NONE,
-    lengths=_NONE,
-    samples=np.zeros(0, np.bool_),
-    sample_numbers=_NONE,
-    table=np.zeros((0, 3), np.int32),
-)
 
 
 @dataclass(slots=True)
@@ -67,8 +54,7 @@ class RankedStep:
                 scores.append((wanted[rank], own[:, : self.vocab_size] if wanted[rank][0].is_whole else own))
         width = results.result_width(key.variant, self.num_logprobs, False)
         plan = self.packed[rank].plan
-        # Only `np.asarray` is applied to the results.
-        return StepInFlight(joined, plan, False, self.num_logprobs, width, scores).result()  # type: ignore[arg-type]
+        return StepInFlight(joined, plan, False, self.num_logprobs, width, scores).result()
 
 
 @dataclass(slots=True)
@@ -120,8 +106,9 @@ class RankedRunner(Runner):
             for own in self._calls
         ]
 
-    def rank(self, number: int) -> RankRunner:
-        return RankRunner(self, number)
+    def rank(self, number: int) -> Runner:
+        """Return the runner of a rank's engine."""
+        return cast(Runner, RankRunner(self, number))
 
     def dispatch(self, given: StepInput) -> Flight:
         """Raise RuntimeError: a step is of all ranks."""
@@ -147,7 +134,7 @@ class RankedRunner(Runner):
         variant = max((each.variant for each in some), key=VARIANTS.index)
         is_held = any(each.is_held for each in some)
         way = self.programs.choose_for(size, variant, is_held)
-        idle = StepInput(_NO_PLAN, some[0].sampling)
+        idle = StepInput(NO_PLAN, some[0].sampling)
         packed = [self.pack_for(way, each or idle) for each in given]
         return RankedStep(packed, way, is_held, self.num_logprobs, self.setup.spec.vocab_size)
 
@@ -234,12 +221,14 @@ class RankedRunner(Runner):
         return scores
 
 
-class RankRunner(Runner):
-    """The runner as one rank's engine sees it: with the same attributes, and steps that wait for `dispatch_all`."""
+class RankRunner:
+    """The runner of one rank's engine: that of all ranks, with steps that wait for `dispatch_all`."""
 
     def __init__(self, joint: RankedRunner, number: int) -> None:
-        vars(self).update(vars(joint))
         self._joint, self._number = joint, number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._joint, name)
 
     def dispatch(self, given: StepInput) -> Any:
         return RankFlight(self._number, given)
@@ -250,9 +239,6 @@ class RankRunner(Runner):
     def renew(self) -> None:
         """Raise RuntimeError: the state is of all ranks."""
         raise RuntimeError("the state is of all ranks")
-
-    def program_texts(self, names: Collection[str]) -> dict[str, str]:
-        return self._joint.program_texts(names)
 
     def close(self) -> None:
         """Do nothing: the ranks' runner is closed."""

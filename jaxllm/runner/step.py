@@ -249,6 +249,7 @@ def unpack(
 
 
 def keep(state: DeviceState[jax.Array], buffer: jax.Array, size: int) -> tuple[DeviceState[jax.Array], jax.Array]:
+    """Return the state with the first `size` numbers of a packed batch, if it stores batches, and the batch to read."""
     if state.batch is not None:
         place = state.batch
         packed = jnp.pad(buffer[:size], (0, len(place) - size))

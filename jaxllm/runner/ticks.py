@@ -29,20 +29,7 @@ from jaxllm.runner.step import BatchLayout
 from jaxllm.runner.step_input import PackedStep, StepInput
 from jaxllm.runner.step_model import Leaves, StepModel
 from jaxllm.sampling.sampler import ROW_WIDTH, Variant
-from jaxllm.scheduler.state import NO_ROWS, Plan
-
-_NOTHING = np.zeros(0, np.int32)
-_NO_PLAN = Plan(
-    now=0.0,
-    num_decodes=0,
-    slots=NO_ROWS,
-    epochs=_NOTHING,
-    starts=_NOTHING,
-    lengths=_NOTHING,
-    samples=np.zeros(0, np.bool_),
-    sample_numbers=_NOTHING,
-    table=np.zeros((0, 3), np.int32),
-)
+from jaxllm.scheduler.state import NO_PLAN, Plan
 
 
 def build(model: StepModel, shape: Shape, variant: Variant) -> Callable[..., tuple[Leaves, jax.Array]]:
@@ -115,7 +102,7 @@ class Ticks:
 
     def clear(self) -> None:
         """Forget the batches; their blocks are in no cache."""
-        self.steps = [StepInput(_NO_PLAN, np.zeros((1, ROW_WIDTH), np.int32), variant=Variant.GREEDY)] * self.count
+        self.steps = [StepInput(NO_PLAN, np.zeros((1, ROW_WIDTH), np.int32), variant=Variant.GREEDY)] * self.count
         self._packed = [None] * self.count
 
     @property

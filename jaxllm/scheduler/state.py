@@ -278,6 +278,18 @@ class Plan(NamedTuple):
 
 NO_ROWS = np.zeros(0, np.intp)
 NO_ROWS.flags.writeable = False
+_NO_NUMBERS = np.zeros(0, np.int32)
+NO_PLAN = Plan(
+    now=0.0,
+    num_decodes=0,
+    slots=NO_ROWS,
+    epochs=NO_ROWS,
+    starts=_NO_NUMBERS,
+    lengths=_NO_NUMBERS,
+    samples=np.zeros(0, np.bool_),
+    sample_numbers=_NO_NUMBERS,
+    table=np.zeros((0, 3), np.int32),
+)
 
 
 class Events(NamedTuple):

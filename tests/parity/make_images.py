@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.parity.media_peer import MediaPeer
 from tests.support.paths import ROOT
 from tests.support.vision_models import ANY_SIZE, BIDIRECTIONAL, TOWERS, prompts, write_model
 
 GOLDEN_IMAGES = ROOT / "tests" / "golden_images.json"
-NUM_TOKENS = 32
 
 
-class Peer:
+class Peer(MediaPeer):
     """A model in transformers, with its own image processor."""
 
     def __init__(self, folder: Path) -> None:
@@ -67,17 +67,6 @@ class Peer:
         if self.is_bidirectional:
             given["token_type_ids"] = (tokens == holder).int()
         return given | {"input_ids": tokens, "attention_mask": self.torch.ones_like(tokens)}
-
-    def logits(self, prompt: Any) -> Any:
-        """Return the logits after each token of a prompt, float32[T, V]."""
-        with self.torch.no_grad():
-            return self.model(**self.inputs(prompt)).logits[0].numpy()
-
-    def greedy(self, prompt: Any) -> list[int]:
-        given = self.inputs(prompt)
-        options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
-        found = self.model.generate(**given, **options, eos_token_id=None, pad_token_id=0)
-        return found[0, given["input_ids"].shape[1] :].tolist()
 
 
 def longer(prompt: Any, tokens: list[int]) -> Any:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.media.sound import RATE
+from tests.parity.media_peer import MediaPeer
 from tests.support.paths import ROOT
 from tests.support.sound_models import KINDS, SECONDS, prompts, write_sound_model
 
 GOLDEN_SOUNDS = ROOT / "tests" / "golden_sounds.json"
-NUM_TOKENS = 32
 
 
 def exact(extractor: Any) -> Any:
@@ -24,7 +24,7 @@ def exact(extractor: Any) -> Any:
     return extractor
 
 
-class Peer:
+class Peer(MediaPeer):
     """A model in transformers, with its feature extractor."""
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -81,17 +81,6 @@ class Peer:
         ids = [token for each in ids for token in [each] * (next(left) if each == holder else 1)]
         tokens = self.torch.tensor([ids])
         return given | {"input_ids": tokens, "attention_mask": self.torch.ones_like(tokens)}
-
-    def logits(self, prompt: Any) -> Any:
-        """Return the logits after each token of a prompt, float32[T, V]."""
-        with self.torch.no_grad():
-            return self.model(**self.inputs(prompt)).logits[0].numpy()
-
-    def greedy(self, prompt: Any) -> list[int]:
-        given = self.inputs(prompt)
-        options = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
-        found = self.model.generate(**given, **options, eos_token_id=None, pad_token_id=0)
-        return found[0, given["input_ids"].shape[1] :].tolist()
 
 
 def main() -> None:

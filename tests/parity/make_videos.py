@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tests.parity.make_images import NUM_TOKENS, Peer, longer
+from tests.parity.make_images import Peer, longer
+from tests.parity.media_peer import NUM_TOKENS
 from tests.support import torchvision
 from tests.support.paths import ROOT
 from tests.support.vision_models import ANY_SIZE, AROUND, VIDEO, video_prompts, write_any_size

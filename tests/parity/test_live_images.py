@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
@@ -25,7 +25,8 @@ from jaxllm.embedded import SHAPES_DIR
 from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import read_processor
 from jaxllm.model.sharding import make_layout
-from tests.parity.make_images import NUM_TOKENS, Peer
+from tests.parity.make_images import Peer
+from tests.parity.media_peer import GREEDY, check_outputs
 from tests.support.sizes import SLOTS
 from tests.support.vision_models import (
     ANY_SIZE,
@@ -93,25 +94,16 @@ def test_a_model_equals_transformers(kind: str, write: Callable[[Path], Path], t
         found = np.asarray(encode(params, *map(jnp.asarray, arrays)))[: own.num_tokens]
         np.testing.assert_allclose(found, projected if order is None else projected[order], atol=1e-4, rtol=1e-4)
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    scored = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
-    given = prompts(kind)
     with LLM(str(folder), max_logprobs=-1, **SLOTS) as llm:
-        outputs = llm.generate(given, greedy, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == [peer.greedy(prompt) for prompt in given]
-        for prompt, output in zip(given, llm.generate(given, scored, use_tqdm=False), strict=True):
-            logprobs: Any = output.outputs[0].logprobs
-            found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])
-            logits = peer.logits(prompt)[-1].astype(np.float64)
-            np.testing.assert_allclose(found, logits - np.logaddexp.reduce(logits), atol=1e-4)
+        check_outputs(llm, [(peer, prompt) for prompt in prompts(kind)])
 
 
 def test_the_included_model_equals_transformers() -> None:
     """Test questions about held-out pictures, with the preprocessing."""
-    peer, greedy = Peer(SHAPES_DIR), SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    peer = Peer(SHAPES_DIR)
     asked = [each for each in held_out_questions(2, 4) if each.image is not None]
     with LLM(str(SHAPES_DIR), **SLOTS) as llm:
-        found = llm.chat([each.messages() for each in asked], greedy, use_tqdm=False)
+        found = llm.chat([each.messages() for each in asked], GREEDY, use_tqdm=False)
         for each, output in zip(asked, found, strict=True):
             tokens = list(output.prompt_token_ids)
             first = tokens.index(IMAGE_ID)

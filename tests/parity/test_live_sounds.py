@@ -6,21 +6,21 @@ Needs torch: `make parity`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
 from jaxllm.media.sounds import read_sounds
 from jaxllm.model import sound_tower
 from jaxllm.model.sharding import make_layout
-from tests.parity.make_sounds import NUM_TOKENS, Peer, exact
+from tests.parity.make_sounds import Peer, exact
+from tests.parity.media_peer import check_outputs
 from tests.support.sizes import SLOTS
 from tests.support.sound_models import KINDS, SECONDS, prompts, sound, write_sound_model
 
@@ -72,17 +72,8 @@ def test_a_model_equals_transformers(
         np.testing.assert_allclose(rows, projected, atol=1e-4, rtol=1e-4)
     assert len(used) == len(sizes) and (len(sizes) > 3 or kind == "voxtral")
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    scored = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
-    given = prompts(kind)
     with LLM(str(folder), max_logprobs=-1, **SLOTS) as llm:
-        outputs = llm.generate(given, greedy, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in outputs] == [peer.greedy(prompt) for prompt in given]
-        for prompt, output in zip(given, llm.generate(given, scored, use_tqdm=False), strict=True):
-            logprobs: Any = output.outputs[0].logprobs
-            found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])
-            logits = peer.logits(prompt)[-1].astype(np.float64)
-            np.testing.assert_allclose(found, logits - np.logaddexp.reduce(logits), atol=1e-4)
+        check_outputs(llm, [(peer, prompt) for prompt in prompts(kind)])
         assert llm.engine.metrics.compilations_after_ready == 0
 
 

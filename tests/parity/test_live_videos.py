@@ -5,7 +5,6 @@ Needs torch and torchvision: `make parity`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.checkpoints import weights
 from jaxllm.checkpoints.described import describe
 from jaxllm.checkpoints.sources import open_sources
@@ -23,13 +22,12 @@ from jaxllm.media.patches import video_processor
 from jaxllm.media.resizing import resized
 from jaxllm.media.videos import PreparedVideo, Sampling, paired_indices, read_videos, stamped_indices
 from jaxllm.model.sharding import make_layout
-from tests.parity.make_images import NUM_TOKENS
 from tests.parity.make_videos import VideoPeer
+from tests.parity.media_peer import check_outputs
 from tests.support.sizes import SLOTS
 from tests.support.vision_models import ANY_SIZE, video, video_prompts, write_any_size
 
 pytestmark = pytest.mark.parity
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 def patches_of(prepared: PreparedVideo) -> np.ndarray:
@@ -76,15 +74,7 @@ def test_a_model_equals_transformers(kind: str, tmp_path: Path) -> None:
     short["multi_modal_data"]["video"] = [(film, {"fps": 48.0}) for film, _ in short["multi_modal_data"]["video"]]
     plain = VideoPeer(folder, as_trained=False)
     with LLM(str(folder), max_logprobs=-1, **SLOTS) as llm:
-        outputs = llm.generate([*given, short], GREEDY, use_tqdm=False)
-        due = [*(peer.greedy(prompt) for prompt in given), plain.greedy(short)]
-        assert [list(output.outputs[0].token_ids) for output in outputs] == due
-        scored = replace(GREEDY, max_tokens=1, logprobs=-1)
-        for prompt, output in zip(given, llm.generate(given, scored, use_tqdm=False), strict=True):
-            logprobs: Any = output.outputs[0].logprobs
-            found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])
-            logits = peer.logits(prompt)[-1].astype(np.float64)
-            np.testing.assert_allclose(found, logits - np.logaddexp.reduce(logits), atol=1e-4)
+        check_outputs(llm, [*((peer, prompt) for prompt in given), (plain, short)])
 
 
 BOUNDS = {"shortest_edge": 4 * 32**2, "longest_edge": 40 * 32**2}
