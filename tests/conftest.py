@@ -8,6 +8,7 @@ import inspect
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAXLLM_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "programs"))
 os.environ.setdefault("JAXLLM_CACHE_BYTES", "0")  # shapes are checked while programs are traced
+
+OUT_OF_TIME = "the time in $TESTS_END_AT has passed"
 
 # A shell starts a background job with SIGINT ignored, which its processes inherit: tests could not interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,6 +49,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the simulation, the longest file; started last, it would keep one worker busy and the others idle."""
     items.sort(key=lambda item: item.path.parent.name != "simulation")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests after the time in $TESTS_END_AT, in seconds since 1970: `.ci/run` has a limit on slow machines."""
+    if time.time() > float(os.environ.get("TESTS_END_AT", "inf")):
+        pytest.skip(OUT_OF_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    late = [report for report in terminalreporter.stats.get("skipped", ()) if OUT_OF_TIME in str(report.longrepr)]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests were not run: {OUT_OF_TIME}", yellow=True)
 
 
 @pytest.fixture(scope="session")
