@@ -100,7 +100,7 @@ REFUSED = (
     Refused("data_parallel_size", SEQ2SEQ, "prompts are sent to replicas for one model, not for two"),
     Refused("num_hosts", SEQ2SEQ, "followers get no encoder prompts"),
     Refused("truncate_prompt_tokens", SEQ2SEQ, "a request has two prompts; shorten them"),
-    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image or sound could be cut off"),
+    Refused("truncate_prompt_tokens", "multi_modal_data", "a part of an image, video or sound could be cut off"),
     Refused("multi_modal_data", FLEET, "prompts are sent to replicas as tokens"),
     Refused("stop", "skip_tokenizer_init", "a stop string needs the text; stop_token_ids does not"),
     Refused("structured_outputs", "skip_tokenizer_init", "a grammar needs the texts of tokens"),

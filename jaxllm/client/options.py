@@ -42,6 +42,7 @@ class ChatOptions(TypedDict, total=False):
     # "required": any tool; {"type": "function", "function": {"name": …}}: that tool.
     tool_choice: Literal["none", "auto", "required"] | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None  # that choose frames of videos
     add_generation_prompt: bool | None
     continue_final_message: bool | None
 
@@ -102,6 +103,7 @@ CHAT_FIELDS = {
     "tools": "chat.tools_json",
     "tool_choice": "chat.tool_choice",
     "chat_template_kwargs": "chat.template_kwargs",
+    "mm_processor_kwargs": "chat.mm_processor_kwargs",
     "add_generation_prompt": "chat.add_generation_prompt",
     "continue_final_message": "chat.continue_final_message",
 }

@@ -49,10 +49,11 @@ _PAUSE_MODES = {
 }
 _MANY_TO_GENERATE = "make a call for each prompt, and chat() for messages."
 _MANY_TO_POOL = "make a call for each prompt; stream_embed() takes many."
+_MEDIA = ("image", "audio", "video")
 _PART_FIELDS = {
     "text": "text",
-    **{kind: f"{kind}.data" for kind in ("image", "audio")},
-    **{f"{kind}_url": f"{kind}.url" for kind in ("image", "audio")},
+    **{kind: f"{kind}.data" for kind in _MEDIA},
+    **{f"{kind}_url": f"{kind}.url" for kind in _MEDIA},
 }
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
@@ -346,7 +347,7 @@ def _parts(where: str, parts: object) -> Iterator[types_pb2.ContentPart]:
         kind = given.get("type", "text") if isinstance(given, Mapping) else None
         part = types_pb2.ContentPart()
         if not isinstance(given, Mapping) or kind not in _PART_FIELDS or kind not in given:
-            kinds = "text, image_url or audio_url (a URL), or image or audio (a file's bytes)"
+            kinds = "text, image_url, audio_url or video_url (a URL), or image, audio or video (a file's bytes)"
             expected = f"a part of type {kinds}, with a field of that name"
             raise UserError(f"{name} must be {expected}, got {shown(kind or given)}.", name, given)
         value = given[kind]

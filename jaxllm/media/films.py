@@ -189,6 +189,10 @@ def _rgb(image: Any, name: str, parameter: str) -> Any:
     return as_rgb(decode(image, name, parameter) if isinstance(image, bytes) else image, name, parameter)
 
 
+def is_recording(data: bytes) -> bool:
+    return any(data.startswith(signature, at) for at, signature, _ in _CONTAINERS)
+
+
 def read_film(data: bytes, name: str, parameter: str = "messages") -> Film:
     """Return a file's film; raise UserError, naming `name`, if it is invalid or too large."""
     if len(data) > MOST_BYTES:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxllm.errors import UnsupportedError
+
+VIDEO_APIS = "send it as video_url to /v1/chat/completions, as input_video to /v1/responses, or as video over gRPC"
+_VIDEOS = ("video", "videos", "video_url", "input_video")
+
 
 class ImagePart(dict[str, str]):
     """An image or sound in messages: {"type": "image"} or {"type": "audio"}. No JSON makes one."""
@@ -25,6 +30,12 @@ class NamedPart(dict[str, Any]):
     def __init__(self, path: str, **fields: Any) -> None:
         super().__init__(fields)
         self.path = path
+
+
+def refuse_video(kind: Any, path: str, parameter: str) -> None:
+    """Raise UnsupportedError if a part or field of an API without videos is one by its type or name, `kind`."""
+    if kind in _VIDEOS:
+        raise UnsupportedError(f"{path}: this API takes no videos; {VIDEO_APIS}.", parameter)
 
 
 def path_of(part: Any, default: str) -> str:

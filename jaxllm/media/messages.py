@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxllm.errors import UserError
 from jaxllm.media.image_part import ImagePart, path_of
-from jaxllm.media.images import decode
 from jaxllm.media.placeholders import expanded
 from jaxllm.media.processor import Prepared, Processor
 from jaxllm.media.sounds import SoundProcessor, sound_of
-from jaxllm.media.sources import Sources
+from jaxllm.media.sources import Sources, read_image
 from jaxllm.media.videos import PreparedVideo
 
 # Types of parts, by `Processor.kind`.
@@ -71,6 +70,6 @@ def _given_in(part: Mapping[str, Any], name: str, sources: Sources, processor: P
 def _image_of(part: Mapping[str, Any], name: str, sources: Sources) -> Any:
     if part["type"] == "image" and part.get("image") is not None:
         image = part["image"]
-        return decode(image, name) if isinstance(image, bytes) else image
+        return read_image(image, name) if isinstance(image, bytes) else image
     given = part.get("image_url")
     return sources.read(given.get("url") if isinstance(given, Mapping) else given, f"{name}.image_url")

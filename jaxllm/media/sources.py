@@ -17,7 +17,8 @@ from urllib.parse import unquote, urlsplit
 
 from jaxllm.errors import UserError
 from jaxllm.media.films import MOST_BYTES as MOST_VIDEO_BYTES
-from jaxllm.media.films import MOST_FRAMES
+from jaxllm.media.films import MOST_FRAMES, is_recording
+from jaxllm.media.image_part import VIDEO_APIS
 from jaxllm.media.images import MOST_BYTES, decode
 from jaxllm.media.sound_files import MOST_BYTES as MOST_SOUND_BYTES
 
@@ -55,7 +56,9 @@ class Sources:
 
     def read(self, url: Any, name: str) -> Image:
         """Return the image of a URL; raise UserError, naming `name`, if it is refused or invalid."""
-        return decode(self.read_file(url, name, IMAGES), name)
+        if isinstance(url, str) and url[:11].lower() == "data:video/":
+            raise _is_video(name)
+        return read_image(self.read_file(url, name, IMAGES), name)
 
     def read_file(self, url: Any, name: str, kind: Format) -> bytes:
         """Return the file of a URL, at most a byte more than allowed; raise UserError if it is refused."""
@@ -124,6 +127,17 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         if parts.scheme not in ("http", "https") or (parts.hostname or "").lower() not in self._domains:
             raise urllib.error.URLError("it redirects to a domain that is not allowed")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def read_image(data: bytes, name: str) -> Image:
+    """Return a file's image; raise UserError, naming `name`, if it is invalid or a video."""
+    if is_recording(data):
+        raise _is_video(name)
+    return decode(data, name)
+
+
+def _is_video(name: str) -> UserError:
+    return UserError(f"{name} is a video, not an image; {VIDEO_APIS}.", "messages")
 
 
 def _split(url: str, name: str) -> Any:

@@ -190,6 +190,8 @@ def test_a_conversation_is_sent_whole() -> None:
                     {"type": "image", "image": b"\0\1"},
                     {"type": "audio_url", "audio_url": {"url": "data:"}},
                     {"type": "audio", "audio": b"\0\2"},
+                    {"type": "video_url", "video_url": {"url": "data:"}},
+                    {"type": "video", "video": b"\0\3"},
                 ],
             },
             {
@@ -203,6 +205,7 @@ def test_a_conversation_is_sent_whole() -> None:
             "tools": tools,
             "tool_choice": "none",
             "chat_template_kwargs": {"enable_thinking": False},
+            "mm_processor_kwargs": {"fps": 1},
             "add_generation_prompt": False,
             "continue_final_message": True,
             "temperature": 0,
@@ -223,6 +226,8 @@ def test_a_conversation_is_sent_whole() -> None:
                         {"image": {"data": "AAE="}},
                         {"audio": {"url": "data:"}},
                         {"audio": {"data": "AAI="}},
+                        {"video": {"url": "data:"}},
+                        {"video": {"data": "AAM="}},
                     ],
                 },
                 {
@@ -234,6 +239,7 @@ def test_a_conversation_is_sent_whole() -> None:
             "tools_json": '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]',
             "tool_choice": "TOOL_CHOICE_NONE",
             "template_kwargs": {"enable_thinking": False},
+            "mm_processor_kwargs": {"fps": 1.0},
             "add_generation_prompt": False,
             "continue_final_message": True,
         },
@@ -323,6 +329,7 @@ def test_a_bad_prompt_is_named(prompt: Any) -> None:
         ([], {"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
         ([], {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ([], {"chat_template_kwargs": {"a": object()}}, "chat_template_kwargs"),
+        ([], {"mm_processor_kwargs": 4}, "mm_processor_kwargs"),
     ],
 )
 def test_a_bad_conversation_is_named(messages: Any, options: dict[str, Any], parameter: str) -> None:

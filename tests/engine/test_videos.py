@@ -16,6 +16,7 @@ from jaxllm.checkpoints.described import describe
 from jaxllm.errors import UserError
 from tests.support.paths import ROOT
 from tests.support.sizes import FEW_BLOCKS, SHORT_BLOCKS, SLOTS
+from tests.support.videos import animation, url
 from tests.support.vision_models import ANY_SIZE, AROUND, PLACEHOLDER, VIDEO, video, video_prompts, write_any_size
 
 GOLDEN: Any = json.loads((ROOT / "tests" / "golden_videos.json").read_text())
@@ -80,6 +81,14 @@ def test_outputs_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
             assert "<|vision_start|><0.5 seconds><|vision_start|>" in text and "<4.5 seconds>" in text
         (chat,) = llm.chat(messages, GREEDY, mm_processor_kwargs={"fps": 1.0}, use_tqdm=False)
         assert list(chat.prompt_token_ids) == prompt["prompt_token_ids"]
+        data = animation(film, "GIF")
+        prompts = [
+            llm.chat_prompt([{"role": "user", "content": [{"type": name, name: given}]}])
+            for name, given in (("video", data), ("video_url", {"url": url(data, "image/gif")}))
+        ]
+        assert prompts[0]["prompt_token_ids"] == prompts[1]["prompt_token_ids"]
+        pairs = [[pair.digest for pair in each["multi_modal_data"]["video"][0].pairs] for each in prompts]
+        assert pairs[0] == pairs[1] and len(pairs[0]) == 2
         assert metrics.compilations_after_ready == 0
         for wrong, why in (
             ({"prompt_token_ids": [5, VIDEO]}, "video placeholder"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxllm.errors import UnsupportedError, UserError
-from jaxllm.media.image_part import NamedPart
+from jaxllm.media.image_part import NamedPart, refuse_video
 from jaxllm_server.generation.calls import NamedTool, ToolChoice
 from jaxllm_server.generation.chat_checks import MOST_MESSAGES
 from jaxllm_server.requests.fields import Body
@@ -138,6 +138,7 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
             elif part["type"] == "text":
                 result.texts.append(_text(part, "text", at))
             else:
+                refuse_video(part["type"], at, "messages")
                 message = f"{at} is a block of type {part['type'][:_SHOWN]!r}; jaxllm accepts text and image there."
                 raise UnsupportedError(message, "messages")
         if block.get("is_error") is True:  # templates have no field for errors
@@ -163,6 +164,7 @@ def _add(turns: list[_Turn], role: str, block: Mapping[str, Any], where: str, na
     elif kind == "thinking" and role == "assistant":
         turn.reasoning.append(_text(block, "thinking", where))
     elif kind != "redacted_thinking" or role != "assistant":
+        refuse_video(kind, where, "messages")
         accepted = {"user": "text, image and tool_result", "assistant": "text, thinking and tool_use"}.get(role, "text")
         raise UnsupportedError(
             f"{where} is a block of type {kind[:_SHOWN]!r}; jaxllm accepts {accepted} in a message of the {role}.",

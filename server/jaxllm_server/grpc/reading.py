@@ -195,6 +195,7 @@ def _chat_of(chat: types_pb2.ChatPrompt, max_json_depth: int) -> dict[str, Any]:
         "tools": _tools_of(chat.tools_json, max_json_depth) if chat.tools_json else None,
         "tool_choice": choice,
         "template_kwargs": _from_struct(chat.template_kwargs, "chat.template_kwargs"),
+        "mm_processor_kwargs": _from_struct(chat.mm_processor_kwargs, "chat.mm_processor_kwargs"),
         "add_generation_prompt": adds,
         "continue_final_message": continues,
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UserError
-from jaxllm.media.image_part import NamedPart
+from jaxllm.media.image_part import NamedPart, refuse_video
 from jaxllm.sampling_fields import OLLAMA, names_in
 from jaxllm.sampling_params import SamplingParams
 from jaxllm_server.generation.calls import Call, Chunk, Part, Timing
@@ -137,6 +137,7 @@ class OllamaGenerateReply(_Reply):
 
     def __init__(self, body: Body, options: ServerOptions, request_id: str) -> None:
         self.ignored = []
+        _refuse_videos(body, "", "videos")
         fields = given(body, self.fields, self.unbuilt, options.unknown_fields, self.ignored)
         prompt, system = text(fields, "prompt"), text(fields, "system")
         if not prompt:
@@ -156,6 +157,11 @@ class OllamaGenerateReply(_Reply):
 
 
 def _message_in(message: Mapping[str, Any], index: int, parameter: str = "messages") -> dict[str, Any]:
+    _refuse_videos(message, f"messages[{index}].", parameter)
+    content = message.get("content")
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        refuse_video(kind, f"messages[{index}].content[{at}]", parameter)
     renamed = {"thinking": "reasoning_content", "tool_name": "name"}
     own = {renamed.get(name) or name: value for name, value in message.items() if name != "images"}
     images = message.get("images")
@@ -169,6 +175,12 @@ def _message_in(message: Mapping[str, Any], index: int, parameter: str = "messag
         for at, image in enumerate(images)
     ]
     return own | {"content": [*parts, {"type": "text", "text": own.get("content") or ""}]}
+
+
+def _refuse_videos(fields: Mapping[str, Any], path: str, parameter: str) -> None:
+    for name, value in fields.items():
+        if value:
+            refuse_video(name, f"{path}{name}", parameter)
 
 
 def _thinking_of(think: Any) -> dict[str, Any]:

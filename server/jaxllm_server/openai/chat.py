@@ -39,7 +39,7 @@ _FIELDS = (
     | CONVERSATION
     | _UNBUILT.keys()
     | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls", "include_reasoning"}
-    | {"echo", "prompt_token_ids", "verbosity", "prediction", "mm_processor_kwargs"}
+    | {"echo", "prompt_token_ids", "verbosity", "prediction"}
 )
 _SHOWN_NAME = 64
 _VERBOSITIES = ("low", "medium", "high")
@@ -108,7 +108,6 @@ class ChatReply:
                 sampling=sampling,
                 request_id=self.request_id,
                 include_reasoning=includes_reasoning,
-                mm_processor_kwargs=mapping(fields, "mm_processor_kwargs") or {},
                 **shared_call_fields(fields),
             )
         ]

@@ -12,7 +12,7 @@ from jaxllm_server.requests.fields import Body, flag, mapping, one_of
 CONVERSATION = frozenset(
     (
         *("messages", "tools", "add_generation_prompt", "continue_final_message"),
-        *("chat_template", "chat_template_kwargs", "reasoning_effort"),
+        *("chat_template", "chat_template_kwargs", "reasoning_effort", "mm_processor_kwargs"),
         # Thinking: DashScope and SGLang; Ollama; Z.ai and DeepSeek.
         *("enable_thinking", "think", "thinking"),
     )
@@ -41,6 +41,7 @@ def conversation_of(fields: Body) -> dict[str, Any]:
         "messages": messages_of(messages, may_be_empty=written is not None),
         "tools": _tools(fields.get("tools")),
         "template_kwargs": kwargs,
+        "mm_processor_kwargs": mapping(fields, "mm_processor_kwargs") or {},
         "add_generation_prompt": flag(fields, "add_generation_prompt", True),
         "continue_final_message": flag(fields, "continue_final_message", False),
     }

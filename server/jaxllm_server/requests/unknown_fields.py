@@ -69,7 +69,7 @@ MEANINGFUL: Mapping[str, str] = {
     # Subject
     **dict.fromkeys(("system", "system_prompt", "template", "instruction_template", "character"), "messages"),
     **dict.fromkeys(("instruction_template_str", "chat_template_str"), ""),
-    **dict.fromkeys(("images", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
+    **dict.fromkeys(("images", "videos", "image_data", "audio_data", "video_data", "context", "data_sources"), ""),
     **dict.fromkeys(("input_embeds", "plugins", "enable_search", "search_parameters", "impersonate"), ""),
     **dict.fromkeys(("mm_payload", "late_chunking_params"), ""),
     **dict.fromkeys(("input_prefix", "inputs"), "prompt"),

@@ -26,7 +26,7 @@ _ASKED = (
 _FIELDS = frozenset(
     (
         *("model", "input", "instructions", "previous_response_id", "request_id", "priority", "cache_salt"),
-        *("service_tier", "prompt_cache_key", "prompt_cache_retention"),
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention", "mm_processor_kwargs"),
     )
 )
 

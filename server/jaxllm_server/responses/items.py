@@ -19,8 +19,9 @@ _ROLES = ("user", "assistant", "system", "developer")
 _PHASES = ("commentary", "final_answer")
 _STATUSES = ("in_progress", "completed", "incomplete")
 _LISTS = ("content", "output", "summary")
-_IMAGE, _SOUND = "input_image", "input_audio"
-_MEDIA = (_IMAGE, _SOUND)
+_IMAGE, _SOUND, _VIDEO = "input_image", "input_audio", "input_video"
+_MEDIA: Mapping[str, str] = MappingProxyType({_IMAGE: "an image", _SOUND: "a sound", _VIDEO: "a video"})
+_URLS: Mapping[str, str] = MappingProxyType({_IMAGE: "image_url", _VIDEO: "video_url"})
 _DETAILS = ("auto", "low", "high", "original")
 _PACKED = "jaxllm-1."
 _SUMMARY = "Summary of the conversation so far:\n"
@@ -49,8 +50,8 @@ def references_of(given: Any) -> set[str]:
 def items_of(given: Any, request_id: str, kept: Mapping[str, Item] = MappingProxyType({})) -> list[Item]:
     """Parse `input`; `kept` are the stored items it references.
 
-    Images and sounds are read when the prompt is built. Raises UserError naming the item, or UnsupportedError for items
-    and parts that no model here reads.
+    Images, sounds and videos are read when the prompt is built. Raises UserError naming the item, or UnsupportedError
+    for items and parts that no model here reads.
     """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
@@ -238,21 +239,32 @@ def _parts_of(content: Any, path: str, is_answer: bool) -> list[dict[str, Any]]:
 
 
 def _input_part(part: Any, path: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _kind_of(part)
     if kind in _MEDIA:
-        return (_image_part if kind == _IMAGE else _sound_part)(part, path)
+        return (_sound_part if kind == _SOUND else _url_part)(part, path)
+    for own, name in _URLS.items():
+        if kind == name:
+            _refuse(f"{path}: {kind} is a part of chat completions; in the Responses API it is {own}.")
     return {"type": "input_text", "text": _part_text(part, path)}
 
 
-def _image_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _kind_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def _url_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind, name = part["type"], _URLS[part["type"]]
     if part.get("file_id") is not None:
-        raise UnsupportedError(f"{path}.file_id: files are not stored here; give image_url.", "input")
-    if not isinstance(part.get("image_url"), str):
-        _refuse(f"{path}.image_url must be a text: a data: URL, or one that the server may read.")
+        raise UnsupportedError(f"{path}.file_id: files are not stored here; give {name}.", "input")
+    if not isinstance(part.get(name), str):
+        _refuse(f"{path}.{name} must be a text: a data: URL, or one that the server may read.")
+    if kind == _VIDEO:
+        return {"type": kind, name: part[name]}
     detail = part.get("detail")
     if detail is not None and detail not in _DETAILS:
         _refuse(f"{path}.detail must be one of {', '.join(_DETAILS)}.")
-    return {"type": _IMAGE, "image_url": part["image_url"], "detail": detail or "auto", "file_id": None}
+    return {"type": kind, name: part[name], "detail": detail or "auto", "file_id": None}
 
 
 def _sound_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -274,12 +286,12 @@ def _named(parts: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _part_text(part: Any, path: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _kind_of(part)
     if kind == "input_file":
-        raise UnsupportedError(f"{path}: {kind} is not supported; models here read texts, images and sound.", "input")
+        message = f"{path}: {kind} is not supported; models here read texts, images, videos and sound."
+        raise UnsupportedError(message, "input")
     if kind in _MEDIA:
-        noun = "an image" if kind == _IMAGE else "a sound"
-        raise UnsupportedError(f"{path}: {noun} is accepted in messages and outputs of tools only.", "input")
+        raise UnsupportedError(f"{path}: {_MEDIA[kind]} is accepted in messages and outputs of tools only.", "input")
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         _refuse(f"{path} must be a part with a text.")
@@ -306,17 +318,18 @@ def _chat_content(parts: str | list[dict[str, Any]], path: str = "") -> str | li
 
 
 def _chat_part(part: Mapping[str, Any], path: str) -> dict[str, Any]:
-    if part["type"] == _IMAGE:
-        return NamedPart(path, type="image_url", image_url=part["image_url"])
-    if part["type"] == _SOUND:
-        return NamedPart(path, type=_SOUND, **{_SOUND: part[_SOUND]})
+    kind = part["type"]
+    if kind in _URLS:
+        return NamedPart(path, type=_URLS[kind], **{_URLS[kind]: part[_URLS[kind]]})
+    if kind == _SOUND:
+        return NamedPart(path, type=kind, **{kind: part[kind]})
     return {"type": "text", "text": part["text"]}
 
 
 def _length_of(part: Mapping[str, Any]) -> int:
     if part["type"] == _SOUND:
         return len(part[_SOUND]["data"])
-    return len(part["image_url"] if part["type"] == _IMAGE else part["text"])
+    return len(part[_URLS.get(part["type"], "text")])
 
 
 # Must be absent: the order is reasoning, content, calls.

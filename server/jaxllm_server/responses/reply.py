@@ -50,16 +50,15 @@ _UNBUILT = {
     "previous_response": (),  # vLLM's, like the next two
     "previous_input_messages": (),
     "enable_response_messages": (False,),
-    "mm_processor_kwargs": ({},),
 }
 # A response has a single output and its log-probabilities.
 _SAMPLING = SAMPLING - {"n", "max_tokens", "prompt_logprobs", "logprob_token_ids", "repetition_detection"}
 REPEATED_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # returned, defaults filled in
 _REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # returned unchanged, without effect
-_OF_TEMPLATE = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking"})
+_OF_PROMPT = frozenset({"chat_template_kwargs", "enable_thinking", "think", "thinking", "mm_processor_kwargs"})
 FIELDS = (
     _SAMPLING
-    | _OF_TEMPLATE
+    | _OF_PROMPT
     | WITHOUT_EFFECT
     | _UNBUILT.keys()
     | {"model", "input", "instructions", "previous_response_id", "store", "background", "stream", "stream_options"}
@@ -297,7 +296,7 @@ def _conversation(
             "messages": first + messages_of(items, len(history)),
             "tools": request.chat_tools(tools),
             "reasoning_effort": effort,
-            **{name: fields[name] for name in _OF_TEMPLATE if name in fields},
+            **{name: fields[name] for name in _OF_PROMPT if name in fields},
             "add_generation_prompt": not continues,
             "continue_final_message": continues,
         }

@@ -166,6 +166,7 @@ def test_a_conversation_is_in_openai_form() -> None:
             ty.ChatMessage(role="user", parts=[ty.ContentPart(text="a"), ty.ContentPart(text="")], name="Ann"),
             ty.ChatMessage(role="user", parts=[{"image": {"data": b"a"}}, {"image": {"url": "data:"}}]),
             ty.ChatMessage(role="user", parts=[{"audio": {"data": b"a"}}, {"audio": {"url": "data:"}}]),
+            ty.ChatMessage(role="user", parts=[{"video": {"data": b"a"}}, {"video": {"url": "data:"}}]),
             ty.ChatMessage(
                 role="assistant",
                 reasoning_text="hm",
@@ -177,6 +178,7 @@ def test_a_conversation_is_in_openai_form() -> None:
         tool_choice=ty.TOOL_CHOICE_AUTO,
     )
     chat.template_kwargs.update({"enable_thinking": False, "depth": 3, "share": 0.5, "of": {"a": [None, "x"]}})
+    chat.mm_processor_kwargs.update({"num_frames": 4.0, "fps": None})
     call = call_of(pb.GenerateRequest(chat=chat))
     function = {"name": "f", "arguments": '{"x": 1}'}
     assert call.messages == [
@@ -184,6 +186,7 @@ def test_a_conversation_is_in_openai_form() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}], "name": "Ann"},
         {"role": "user", "content": [{"type": "image", "image": b"a"}, {"type": "image_url", "image_url": "data:"}]},
         {"role": "user", "content": [{"type": "audio", "audio": b"a"}, {"type": "audio_url", "audio_url": "data:"}]},
+        {"role": "user", "content": [{"type": "video", "video": b"a"}, {"type": "video_url", "video_url": "data:"}]},
         {
             "role": "assistant",
             "content": None,
@@ -195,7 +198,8 @@ def test_a_conversation_is_in_openai_form() -> None:
     assert call.prompt is None and call.tool_choice == "auto"
     assert call.tools == json.loads(chat.tools_json)
     assert call.template_kwargs == {"enable_thinking": False, "depth": 3, "share": 0.5, "of": {"a": [None, "x"]}}
-    assert type(call.template_kwargs["depth"]) is int
+    assert type(call.template_kwargs["depth"]) is int and type(call.mm_processor_kwargs["num_frames"]) is int
+    assert call.mm_processor_kwargs == {"num_frames": 4, "fps": None}
     assert call.add_generation_prompt and not call.continue_final_message
     chat.continue_final_message = True
     assert not call_of(pb.GenerateRequest(chat=chat)).add_generation_prompt
@@ -286,6 +290,8 @@ def tools_of_depth(levels: int) -> str:
         bad("chat.messages[0].parts[1]", **chat_of(messages=[ty.ChatMessage(parts=[{"text": "a"}, {}])])),
         bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"image": {}}])])),
         bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"audio": {}}])])),
+        bad("chat.messages[0].parts[0]", **chat_of(messages=[ty.ChatMessage(parts=[{"video": {}}])])),
+        bad("chat.mm_processor_kwargs", **chat_of(mm_processor_kwargs={"fps": math.nan})),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_path(path: str, request_: pb.GenerateRequest) -> None:

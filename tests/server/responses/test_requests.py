@@ -28,6 +28,7 @@ NUMBERS = dict.fromkeys(REPEATED_NUMBERS, 1.0)
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 OTHER = {"type": "function", "name": "sub", "description": "takes away"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+VIDEO = {"type": "input_video", "video_url": "data:video/mp4;base64,AAAA"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
 PERSON = {"type": "json_schema", "name": "person", "schema": {"type": "object"}, "strict": True}
 
@@ -79,25 +80,29 @@ def test_items_become_a_chat() -> None:
     ]
 
 
-def test_an_image_becomes_a_part_that_is_named_after_its_item() -> None:
+@pytest.mark.parametrize(
+    ("given", "stored"), [({**IMAGE, "detail": None}, {**IMAGE, "detail": "auto", "file_id": None}), (VIDEO, VIDEO)]
+)
+def test_an_image_or_video_becomes_a_part_that_is_named_after_its_item(given: Any, stored: dict[str, Any]) -> None:
     items = items_of(
         [
-            {"role": "user", "content": [IMAGE, {"type": "input_text", "text": "a"}]},
+            {"role": "user", "content": [given, {"type": "input_text", "text": "a"}]},
             CALL,
-            {"type": "function_call_output", "call_id": "c1", "output": [{**IMAGE, "detail": "low"}]},
+            {"type": "function_call_output", "call_id": "c1", "output": [given]},
         ],
         "r1",
     )
-    assert items[0]["content"][0] == {**IMAGE, "detail": "auto", "file_id": None}
-    image = {"type": "image_url", "image_url": IMAGE["image_url"]}
+    assert items[0]["content"][0] == stored
+    name = f"{stored['type'].removeprefix('input_')}_url"
+    part = {"type": name, name: given[name]}
     for num_before, paths in (
         (0, ["input[0].content[0]", "input[2].output[0]"]),
         (1, ["the stored item msg_r1_in0.content[0]", "input[1].output[0]"]),
     ):
         user, _, tool = messages_of(items, num_before)
-        assert user["content"] == [image, {"type": "text", "text": "a"}] and tool["content"] == [image]
-        assert [part.path for part in (user["content"][0], tool["content"][0])] == paths
-    assert num_characters(items) == 2 * len(IMAGE["image_url"]) + 1 + len(CALL["arguments"])
+        assert user["content"] == [part, {"type": "text", "text": "a"}] and tool["content"] == [part]
+        assert [each.path for each in (user["content"][0], tool["content"][0])] == paths
+    assert num_characters(items) == 2 * len(given[name]) + 1 + len(CALL["arguments"])
     assert has_media(items) and not has_media(items_of("Hi", "r1"))
 
 
@@ -165,6 +170,11 @@ INPUTS: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{**IMAGE, "detail": 7}]}], "input[0].content[0].detail must be one of"),
     ([{"role": "user", "content": [{**IMAGE, "file_id": "a"}]}], "input[0].content[0].file_id: files are not stored"),
     ([{"role": "user", "content": [{"type": "input_file"}]}], "input[0].content[0]: input_file is not supported"),
+    ([{"role": "user", "content": [{"type": "input_video"}]}], "input[0].content[0].video_url must be a text"),
+    ([{"role": "user", "content": [{**VIDEO, "file_id": "a"}]}], "file_id: files are not stored here; give video_url"),
+    ([{"role": "user", "content": [{"type": "video_url"}]}], "input[0].content[0]: video_url is a part of chat"),
+    ([{"role": "user", "content": [{"type": ["input_video"]}]}], "input[0].content[0] must be a part"),
+    ([{"role": "assistant", "content": [VIDEO]}], "input[0].content[0]: a video is accepted in messages and outputs"),
     ([{"role": "assistant", "content": [IMAGE]}], "input[0].content[0]: an image is accepted in messages and outputs"),
     ([{"type": "reasoning", "summary": [IMAGE]}], "input[0].summary[0]: an image is accepted"),
     ([{"role": "user", "content": "", "status": "done"}], "input[0].status"),
