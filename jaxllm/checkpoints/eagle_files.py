@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jaxllm.errors import UserError
 from jaxllm.families.config_fields import Fields, read_decoder, read_windows
 from jaxllm.families.families import read_fields
 from jaxllm.families.family import LLAMA_TENSORS, Family
+from jaxllm.families.qwen_vl_families import with_axes, without_axes
 from jaxllm.model import decoder, eagle
 from jaxllm.model.decoder import Params
 from jaxllm.model.eagle import Head
@@ -48,9 +51,11 @@ def read(folder: Path, target: Spec) -> Head:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"config.json: architectures {names!r:.80} is no EAGLE-3 head; supported: {known}.")
         tensors = _open(folder) if (folder / SINGLE).is_file() or (folder / INDEX).is_file() else {}
-        head = _read_head(Fields(config), target, tensors)
+        rest, own = without_axes(config)
+        has_axes = "mrope_section" in own
+        head = _read_head(Fields(rest if has_axes else config), target, tensors)
         _check_fit(head, target)
-        return head
+        return replace(head, spec=_with_axes(head.spec, **own)) if has_axes else head
 
 
 def check(folder: Path, head: Head, layout: Layout) -> None:
@@ -111,13 +116,19 @@ def _read_head(fields: Fields, target: Spec, tensors: dict[str, Tensor]) -> Head
     )
 
 
+def _with_axes(spec: Spec, mrope_section: Any, mrope_interleaved: Any = False) -> Spec:
+    if type(mrope_interleaved) is not bool:
+        raise UserError(f"config.json: mrope_interleaved must be true or false, got {mrope_interleaved!r:.80}.")
+    return with_axes(spec, mrope_section, mrope_interleaved)
+
+
 def _read_layer(fields: Fields) -> Spec:
     if fields.layers() != 1:
         raise UserError(f"config.json: a head of {fields.layers()} layers is not supported, only of one.")
     for key in ("qkv_bias", "bias", "rope_interleaved"):
         fields.only(key, False)
     fields.only("is_causal", True)
-    for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers"):
+    for key in ("tie_word_embeddings", "use_sliding_window", "max_window_layers", "target_model_type"):
         fields.raw(key)  # of the trainer's base model
     return read_decoder(
         fields,

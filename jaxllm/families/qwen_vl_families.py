@@ -44,30 +44,41 @@ def _text_of(
             fields.raw(name)  # some files repeat it
     text = {name: value for name, value in text.items() if value is not None}
     tied = tied or bool(text.get("tie_word_embeddings"))
-    key = "rope_scaling" if text.get("rope_parameters") is None else "rope_parameters"
-    settings = text.get(key) or {}
-    if not isinstance(settings, Mapping):
-        raise UserError(f"config.json: {key} must be an object, got {settings!r:.80}.", key)
-    sections = settings.get("mrope_section", section)
-    if settings.get("mrope_interleaved", interleaved) is not interleaved:
+    rest, own = without_axes(text)
+    sections = own.get("mrope_section", section)
+    if own.get("mrope_interleaved", interleaved) is not interleaved:
         shown = str(interleaved).lower()
         raise UserError(f"config.json: mrope_interleaved must be {shown} for {architecture}.", "mrope_interleaved")
-    rest = {name: value for name, value in settings.items() if name not in ("mrope_section", "mrope_interleaved")}
+    values = defaults | rest | {"tie_word_embeddings": tied}
+    read = next(family.read for family in DENSE if architecture in family.architectures)
+    assert read is not None
+
+    def read_text(own: Fields) -> Spec:
+        return with_axes(read(own), sections, interleaved)
+
+    return Fields(values, fields.max_model_len, "config.json, text_config"), read_text
+
+
+def without_axes(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a config with rotary settings of one dimension, and its mrope_section and mrope_interleaved, if stated."""
+    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
+    settings = config.get(key) or {}
+    if not isinstance(settings, Mapping):
+        raise UserError(f"config.json: {key} must be an object, got {settings!r:.80}.", key)
+    names = ("mrope_section", "mrope_interleaved")
+    rest = {name: value for name, value in settings.items() if name not in names}
     for name in ("type", "rope_type"):
         if rest.get(name) == "mrope":
             rest[name] = "default"
     if rest.get("type") == rest.get("rope_type"):
         rest.pop("type", None)
-    values = defaults | text | {"tie_word_embeddings": tied, key: rest}
-    read = next(family.read for family in DENSE if architecture in family.architectures)
-    assert read is not None
+    return {**config, key: rest}, {name: settings[name] for name in names if settings.get(name) is not None}
 
-    def read_text(own: Fields) -> Spec:
-        spec = read(own)
-        ropes = [rope and replace(rope, axes=_axes(sections, rope.size // 2, interleaved)) for rope in spec.ropes]
-        return replace(spec, ropes=tuple(ropes))
 
-    return Fields(values, fields.max_model_len, "config.json, text_config"), read_text
+def with_axes(spec: Spec, sections: Any, interleaved: bool) -> Spec:
+    """Return a decoder with rotary positions in three dimensions; raise UserError for an unfit mrope_section."""
+    ropes = [rope and replace(rope, axes=_axes(sections, rope.size // 2, interleaved)) for rope in spec.ropes]
+    return replace(spec, ropes=tuple(ropes))
 
 
 def _axes(sections: Any, pairs: int, interleaved: bool) -> tuple[int, ...]:

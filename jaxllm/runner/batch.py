@@ -262,8 +262,8 @@ def pack(
 
     `chunks`: token ids of the rows after the decode rows; `sampling`: int32[S, F]; `adapters`: int32[R], numbers in the
     program, or `shape.adapters`; `media`: int32[tokens], rows of embeddings, or `shape.media`; `turned`: int32[axes,
-    tokens], rotary positions, by default places in the sequence; `last_seen`: int32[tokens], the last places that
-    tokens attend to, by default their own.
+    tokens], rotary positions, by default places in the sequence; differences from them if the device drafts;
+    `last_seen`: int32[tokens], the last places that tokens attend to, by default their own.
     """
     buffer = np.zeros(buffer_size(shape), np.int32)
     view = views(buffer, fields(shape))

@@ -1,7 +1,7 @@
 """Drafts by a small decoder or an EAGLE-3 head, with a cache in the blocks of the target.
 
 Every step updates that cache, overwriting rejected drafts. Drafts use the request's temperature and noise, which
-maximizes acceptance. Traced inside the step.
+maximizes acceptance. Placeholders of images and sounds are read as tokens. Traced inside the step.
 """
 
 from __future__ import annotations
@@ -95,23 +95,34 @@ class _Passes:
         self.kv = list(state.drafted.kv)
         self._model, self._how, self._target, self._state, self._own = model, how, params, state, batch
         self._spec, self._params = how.spec, params.draft
+        # Differences of rotary positions from positions, i32[axes, T], and of rows, i32[1, R].
+        self._shifts = batch.field.get("turned") if how.spec.has_axes else None
+        self._row_shifts: jax.Array | None = None
 
-    def _context(self, shape: Shape, slots: jax.Array, positions: jax.Array) -> decoder.Context:
+    def _context(
+        self, shape: Shape, slots: jax.Array, positions: jax.Array, shifts: jax.Array | None
+    ) -> decoder.Context:
         tables, field = self._state.tables, self._own.field
         geometry = self._model.geometry
         if geometry.num_groups > 1:
             geometry, tables = geometry.of_group(0), tables[:, :: geometry.num_groups]
         attend = attention(self._spec, geometry, self._how.kernels, shape, self.kv, tables, field, slots, positions)
         chosen = fused.chosen(self._how.kernels)
-        return decoder.Context(positions, attend, layout=self._model.layout, fused=chosen)
+        turned = None if shifts is None else positions + shifts
+        return decoder.Context(positions, attend, layout=self._model.layout, fused=chosen, turned=turned)
 
     def _one_each(self, slots: jax.Array, positions: jax.Array) -> decoder.Context:
-        count = len(slots)
+        count, shifts = len(slots), self._row_shifts
         shape = Shape(tokens=count, rows=count, tiles=0, entries=0, sampling_fields=0)
-        return self._context(shape, slots, positions)
+        return self._context(shape, slots, positions, None if shifts is None else jnp.resize(shifts, (1, count)))
 
     def _whole_step(self) -> decoder.Context:
-        return self._context(self._own.shape, self._own.slots, self._own.positions)
+        own = self._own
+        return self._context(replace(own.shape, looks_ahead=False), own.slots, own.positions, self._shifts)
+
+    def _enter_rows(self, rows: jax.Array) -> None:
+        if self._shifts is not None:
+            self._row_shifts = self._shifts.at[:1, rows].get(mode="clip")
 
 
 class _DecoderPasses(_Passes):
@@ -124,6 +135,7 @@ class _DecoderPasses(_Passes):
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
         """Return logits after each sequence's last token, f32[R, Vx]. The last accepted draft was never an input."""
+        self._enter_rows(rows)
         slots, positions = jnp.concatenate([slots, slots]), jnp.concatenate([lengths - 2, lengths - 1])
         tokens = self._state.tokens.at[slots, positions].get(mode="clip")
         hidden = decoder.forward(self._spec, self._params, tokens, self._one_each(slots, positions))
@@ -148,6 +160,7 @@ class _HeadPasses(_Passes):
         self._hidden, self._normed = self._run(following, fused, self._whole_step())
 
     def begin(self, rows: jax.Array, slots: jax.Array, lengths: jax.Array) -> jax.Array:
+        self._enter_rows(rows)
         own = self._own
         last = rows + own.counts.at[rows].get(mode="clip") - 1
         self._hidden = self._hidden.at[last].get(mode="clip")

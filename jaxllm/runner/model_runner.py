@@ -403,7 +403,7 @@ class Runner(Residence):
         plan, rows, shape = given.plan, given.side.get("adapters"), way[0].shape
         adapters = () if rows is None else self.adapters.of_rows(rows)
         which = self.adapters.places(rows, adapters, shape.adapters)
-        own = given.side.get("media"), given.side.get("turned"), given.side.get("last_seen")
+        own = given.side.get("media"), self._turned(given), given.side.get("last_seen")
         buffer = batch.pack(plan, shape, self.geometry.num_slots, given.chunks, given.sampling, which, *own)
         return PackedStep(
             plan=plan,
@@ -418,6 +418,18 @@ class Runner(Residence):
             encodes=given.side.get("encodes", ()),
             sources=given.side.get("sources"),
         )
+
+    def _turned(self, given: StepInput) -> np.ndarray | None:
+        """Return rotary positions for `batch.pack`.
+
+        A device that drafts adds them to its positions, of which the host's are bounds.
+        """
+        turned = given.side.get("turned")
+        if self.drafting is None or not self.setup.spec.has_axes:
+            return turned
+        if turned is None:
+            return np.zeros((1, given.plan.num_tokens), np.int32)
+        return turned - batch.token_places(given.plan)
 
     def _pack_tick(self, own: Ticks, given: StepInput) -> tuple[StepInput, PackedStep]:
         """Pack the batches of a tick; return the input of the one that leaves, and the tick's."""
@@ -652,6 +664,7 @@ class Runner(Residence):
         decode = self._with_axes(batch.decode_shapes(geometry.num_slots, smallest, setup.platform), 1)
         ragged = self._with_media(batch.ragged_shapes(*sizes, setup.platform))
         verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, drafts) if drafts else []
+        verifying = self._with_axes(verifying, 1)
         if geometry.num_groups > 1:
             decode, ragged, verifying = map(batch.of_two_groups, (decode, ragged, verifying))
         # On a GPU each program delays the start, and noise for greedy rows takes 10 us.

@@ -353,7 +353,8 @@ def _forward(
     if state.media is not None and "token_media" in field:
         context = replace(context, media=(state.media, field["token_media"]))
     if "turned" in field:
-        context = replace(context, turned=field["turned"])
+        turned = field["turned"]
+        context = replace(context, turned=turned if state.drafted is None else laid.positions + turned)
     if state.sources is not None:
         cross = cross_attention(spec, model.geometry, model.kernels, shape, kv, state.sources, laid.slots)
         context = replace(context, cross=cross)

@@ -185,7 +185,9 @@ def compile_step(
         shapes = batch.decode_shapes(slots, 2, "gpu")
     else:
         shapes = batch.ragged_shapes(8192, slots, geometry.block_size, ROW_WIDTH, "gpu")
-    (shape,) = (replace(one, adapters=adapters, media=media) for one in shapes if one.tokens == (tokens or rows))
+    axes = (1 if rows else 3) if spec.has_axes else 0
+    own = {"adapters": adapters, "media": media, "axes": axes}
+    (shape,) = (replace(one, **own) for one in shapes if one.tokens == (tokens or rows))
     options = {**step.compiler_options("gpu", is_deterministic), **({} if is_deterministic else FIXED), **(flags or {})}
     return compile_shape(
         spec,

@@ -18,6 +18,7 @@ from jaxllm.families.families import read_images, read_spec
 from jaxllm.runner import device_state
 from jaxllm.runner.media import ImageEncoder
 from jaxllm.sampling.sampler import Extras
+from jaxllm.setup.draft_setup import Drafting
 from jaxllm.setup.kv_cache import Geometry
 from jaxllm.setup.model_setup import MEDIA_UNIT
 from tests.gpu import aot
@@ -65,10 +66,13 @@ def test_a_tower_is_one_graph(config: dict[str, Any], most_tokens: int, most_mib
 
 @pytest.mark.parametrize("config", [LLAVA, QWEN], ids=["llava", "qwen2.5-vl"])
 def test_steps_of_models_with_images(config: dict[str, Any]) -> None:
-    """Decode steps are one graph; a step with prompts reads the rows of images without copying them."""
+    """Decode and verifying steps are one graph; a step with prompts reads the rows of images without copying them."""
     decode = aot.compile_step(config, rows=16)
     print(f"{decode.outside}, {decode.kernels} kernels, {decode.temporary_bytes / MIB:.1f} MiB")
     assert not decode.violations(True, 20 * MIB)
+    verifying = aot.compile_step(config, rows=4, drafting=Drafting(4, 2, 5))
+    print(f"{verifying.outside}, {verifying.kernels} kernels, {verifying.temporary_bytes / MIB:.1f} MiB")
+    assert not verifying.violations(True, 40 * MIB)
     ragged = aot.compile_step(config, tokens=512, media=ROWS)
     print(f"{ragged.outside}, {ragged.temporary_bytes / MIB:.1f} MiB")
     assert not ragged.violations(False, 260 * MIB)

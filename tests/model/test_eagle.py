@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "wide": ({"hidden_size": 40, "target_hidden_size": WIDTH, "head_dim": 10}, ("embed_tokens",)),
     "whole": ({"eagle_config": {"norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [8, 0]}}, ()),
     "each": ({"fc_norm": True, "norm_output": True, "eagle_aux_hidden_state_layer_ids": [4, 1, 2, 5]}, ()),
+    "turned": ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 0, 2]}, "target_model_type": "qwen2_5_vl"}, ()),
     "sliding": ({"layer_types": ["sliding_attention"], "sliding_window": 3, "rope_theta": 50.0}, ()),
 }
 AUX = {"whole": (0, 8), "each": (1, 2, 4, 5)}
@@ -50,7 +51,8 @@ def tensors_of(config: dict[str, Any], own: tuple[str, ...], layer: str) -> dict
     draws = np.random.default_rng(len(config))
     width, head, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = (config[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
-    size = config.get("draft_vocab_size", VOCABULARY)
+    vocabulary, target = config["vocab_size"], config.get("target_hidden_size", width)
+    size = config.get("draft_vocab_size", vocabulary)
     listed = config.get("eagle_config", config).get("eagle_aux_hidden_state_layer_ids", [0] * 3)
     rows = {f"self_attn.{name}_proj": (size, 2 * width) for name, size in (("q", queries), ("k", keys), ("v", keys))}
     rows |= {"self_attn.o_proj": (width, queries), "mlp.down_proj": (width, inner)}
@@ -61,20 +63,20 @@ def tensors_of(config: dict[str, Any], own: tuple[str, ...], layer: str) -> dict
             shapes[f"{layer}{name}.bias"] = (outputs,)
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     shapes |= {f"{layer}{name}.weight": (width,) for name in norms}
-    shapes |= {"norm.weight": (width,), "lm_head.weight": (size, width), "fc.weight": (width, len(listed) * WIDTH)}
+    shapes |= {"norm.weight": (width,), "lm_head.weight": (size, width), "fc.weight": (width, len(listed) * target)}
     if "norm_before_fc" in config.get("eagle_config", {}):
-        shapes["input_norm.weight"] = (len(listed) * WIDTH,)
+        shapes["input_norm.weight"] = (len(listed) * target,)
     if "fc_norm" in config:
-        shapes |= {f"fc_norm.{number}.weight": (WIDTH,) for number in range(len(listed))}
+        shapes |= {f"fc_norm.{number}.weight": (target,) for number in range(len(listed))}
     if "embed_tokens" in own:
-        shapes["embed_tokens.weight"] = (VOCABULARY, width)
+        shapes["embed_tokens.weight"] = (vocabulary, width)
     tensors = {name: (0.4 * draws.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
     for name in tensors:
         tensors[name] += 1.0 if "norm" in name else 0.0
     if "d2t" in own:
-        tensors["d2t"] = draws.permutation(VOCABULARY)[:size] - np.arange(size)
+        tensors["d2t"] = draws.permutation(vocabulary)[:size] - np.arange(size)
     if "t2d" in own:
-        tensors["t2d"] = np.isin(np.arange(VOCABULARY), tensors["d2t"] + np.arange(size))
+        tensors["t2d"] = np.isin(np.arange(vocabulary), tensors["d2t"] + np.arange(size))
     return tensors
 
 
@@ -170,6 +172,7 @@ def test_two_passes_are_those_of_plain_arithmetic(case: str, shards: int, tmp_pa
     folder = write(tmp_path, case, ("midlayer.", "layers.0.")[shards % 2])
     head = eagle_files.read(folder, TARGET)
     assert head.aux_layers == AUX.get(case, DEFAULT_AUX)
+    assert head.spec.has_axes == (case == "turned")
     draws, naive, layout = np.random.default_rng(7), Naive(folder), sharding.make_layout(jax.devices(), shards)
     aux = [3 * draws.standard_normal((9, WIDTH)) for _ in head.aux_layers]
     tokens = draws.integers(VOCABULARY, size=(2, 9))
@@ -231,6 +234,14 @@ def test_a_config_alone_says_all_but_what_only_tensors_say(tmp_path: Path) -> No
         assert (bare.spec, bare.has_embedding, bare.is_mapped) == (head.spec, head.has_embedding, head.is_mapped)
 
 
+@pytest.mark.parametrize(("is_interleaved", "axes"), [(False, (0, 2, 2)), (True, (0, 0, 2))])
+def test_a_heads_positions_are_of_its_sections(is_interleaved: bool, axes: tuple[int, ...], tmp_path: Path) -> None:
+    scaling = {"rope_type": "default", "mrope_section": [1, 0, 2], "mrope_interleaved": is_interleaved}
+    write_checkpoint(tmp_path, HEAD | {"rope_scaling": scaling}, tensors_of(HEAD, (), "midlayer."))
+    (rope,) = eagle_files.read(tmp_path, TARGET).spec.ropes
+    assert rope is not None and rope.axes == axes
+
+
 @pytest.mark.parametrize("aux_layers", [(0, 1, 2), (1,), (0, 2)])
 def test_states_on_the_way_are_those_that_layers_get(aux_layers: tuple[int, ...], tmp_path: Path) -> None:
     spec, _ = read_spec(CONFIG)
@@ -278,6 +289,9 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("plain", {"transformer_layer_config": {}}, "the key transformer_layer_config"),
     ("plain", {"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
     ("plain", {"attention_bias": True}, "no tensor layers.0.self_attn.q_proj.bias"),
+    ("plain", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "must be 3 numbers with the sum 3"),
+    ("plain", {"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported"),
+    ("turned", {"rope_scaling": {"mrope_interleaved": 1, "mrope_section": [1, 1, 1]}}, "must be true or false, got 1"),
     ("wide", {"hidden_size": None}, "has no hidden_size"),
     ("sliding", {"sliding_window": 0}, "sliding_window must be at least 1"),
     ("sliding", {"layer_types": ["full_attention"] * 2}, "layer_types names 2 of 1"),

@@ -44,7 +44,7 @@ from jaxllm.setup import draft_setup
 from jaxllm.setup.kv_cache import Geometry
 from tests.simulation import sources
 from tests.simulation.beams import BeamTruth, likeliest
-from tests.simulation.media import Rows
+from tests.simulation.media import Rows, has_axes, rotary
 from tests.simulation.oracle import NUM_LOGPROBS, VOCABULARY, Truth, logprob, mix
 
 POISON = np.uint64(0xBAD)  # content of the cache after a row without finite numbers
@@ -376,6 +376,9 @@ class Device:
                 chunks = slice(int(field["num_decodes"][0]), None)
                 self._check_whole_images(field["token_last_seen"][chunks], token_slots[chunks], positions[chunks])
 
+        if shape.axes:
+            self._check_turned(field["turned"], token_slots, positions)
+
         if self.sources is not None:
             self._check_sources(self.sources, set(slot_list))
 
@@ -561,6 +564,14 @@ class Device:
             due = None if owner is None else owner.images.get(position)
             if (due is None) != (row == media.num_rows) or (due is not None and int(media.rows[row]) != due):
                 raise Violation(f"position {position} of slot {slot} has another embedding than is due")
+
+    def _check_turned(self, turned: np.ndarray, token_slots: np.ndarray, positions: np.ndarray) -> None:
+        """Check the rotary positions of a step's tokens; a device that drafts adds positions."""
+        found = turned[:, : len(token_slots)] + (positions if self.max_drafts else 0)
+        for slot, position, own in zip(token_slots.tolist(), positions.tolist(), found.T.tolist(), strict=True):
+            owner = self.owners[slot]
+            if owner is not None and own != rotary(owner.pictures, position)[: len(own)]:
+                raise Violation(f"position {position} of slot {slot} has other rotary positions than are due")
 
     def _check_sources(self, placed: Mapping[int, tuple[int, list[int]]], slots: Collection[int]) -> None:
         """Check that each row reads the source of its request."""
@@ -863,7 +874,7 @@ class SimulatedRunner(Runner):
         self.num_logprobs = NUM_LOGPROBS
         self.setup: Any = SimpleNamespace(
             max_num_batched_tokens=max_step_tokens,
-            spec=SimpleNamespace(vocab_size=VOCABULARY, has_axes=False),
+            spec=SimpleNamespace(vocab_size=VOCABULARY, has_axes=has_axes(setting)),
             token_cost=token_cost,
             layout=UNDIVIDED,
         )
@@ -911,13 +922,14 @@ class SimulatedRunner(Runner):
                 "swaps": setting["swaps"],
                 "stores_prompts": disk is not None,
             }
+        verifying = batch.verifying_shapes(self._max_verified, geometry.num_slots, max_drafts) if max_drafts else []
         self.programs = Programs(
-            batch.decode_shapes(geometry.num_slots),
+            self._with_axes(batch.decode_shapes(geometry.num_slots), 1),
             self._with_media(batch.ragged_shapes(max_step_tokens, geometry.num_slots, geometry.block_size, ROW_WIDTH)),
             lambda key: key,
             metrics,
             max_adapters=self.limits.max_adapters,
-            verifying=batch.verifying_shapes(self._max_verified, geometry.num_slots, max_drafts) if max_drafts else (),
+            verifying=self._with_axes(verifying, 1),
             drafts=max_drafts > 0,
         )
         for key in self.programs.covering:

@@ -44,7 +44,8 @@ def _tight(chance: random.Random, slots: int, spare: int, **others: Any) -> dict
 
 def _pictured(chance: random.Random, **others: Any) -> dict[str, Any]:
     """Return settings with an encoder that caches one to three images."""
-    own = _tight(chance, 4, 20, beams=0.0, grammars=0.1, prefix_caching=True, max_drafts=0, most_queued_tokens=None)
+    own = _tight(chance, 4, 20, beams=0.0, grammars=0.1, prefix_caching=True, most_queued_tokens=None)
+    own |= {"max_drafts": chance.choice((0, 3)), "costs": [0, 0]}
     unit, longest = chance.choice((1, 2)), chance.choice((2, 5))
     own |= {"max_step_tokens": chance.choice((4, 8, 64)), "media_unit": unit, "media_longest": longest}
     own["media_units"] = -(-longest // unit) * chance.choice((1, 2, 3))
@@ -156,7 +157,7 @@ FOCUS = {
     "images": Focus(
         lambda chance: _pictured(chance, whole_images=False),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
-        ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption"),
+        ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption", "drafts_kept"),
     ),
     # Encoder prompts, equal and different ones, in a pool that holds few, and steps that fail.
     "sources": Focus(

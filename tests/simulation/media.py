@@ -52,6 +52,11 @@ def whole_image(setting: Mapping[str, Any]) -> int:
     return setting["media_longest"] if setting.get("whole_images") and setting["media_units"] else 0
 
 
+def has_axes(setting: Mapping[str, Any]) -> bool:
+    """Return whether rotary positions have three dimensions."""
+    return bool(setting["media_units"] and setting.get("axes"))
+
+
 def place_images(chance: random.Random, request: dict[str, Any], setting: Mapping[str, Any]) -> None:
     """Put images into most prompts that are long enough; equal numbers and lengths occur often."""
     ids = request["ids"]
@@ -86,6 +91,26 @@ def contents(images: Iterable[Sequence[int]]) -> dict[int, int]:
 def last_places(images: Iterable[Sequence[int]]) -> dict[int, int]:
     """Return the last position of its image for each placeholder of a prompt."""
     return {at: start + length - 1 for start, length, _ in images for at in range(start, start + length)}
+
+
+def grid(length: int, number: int) -> tuple[int, int]:
+    """Return the rows and columns of an image."""
+    columns = max(count for count in range(1, number + 2) if length % count == 0)
+    return length // columns, columns
+
+
+def rotary(images: Iterable[Sequence[int]], position: int) -> list[int]:
+    """Return the rotary positions of a token in time, row and column: text continues after an image's longest side."""
+    at, end = 0, 0  # the rotary position of the place `end`, after the images so far
+    for start, length, number in images:
+        if position < start:
+            break
+        at += start - end
+        rows, columns = grid(length, number)
+        if position < start + length:
+            return [at, at + (position - start) // columns, at + (position - start) % columns]
+        at, end = at + max(rows, columns), start + length
+    return [at + position - end] * 3
 
 
 def splits(images: Iterable[Image], end: int) -> bool:
@@ -202,6 +227,9 @@ class Processor:
     placeholder = PLACEHOLDER
     video = None
 
+    def __init__(self, has_axes: bool) -> None:
+        self._has_axes = has_axes
+
     def listed(self, given: Any) -> list[Any]:
         return list(given)
 
@@ -210,15 +238,22 @@ class Processor:
 
     def prepare(self, images: Sequence[Any], other: int = 0) -> list[Prepared]:
         """Return the images with their digests."""
-        return [Prepared(f"{number} {length}".encode(), length, np.array([number])) for length, number in images]
+        return [
+            Prepared(
+                f"{number} {length}".encode(),
+                length,
+                np.array([number]),
+                grid(length, number) if self._has_axes else None,
+            )
+            for length, number in images
+        ]
 
 
 class Rows:
     """The device's array of embeddings, and the program that encodes."""
 
-    processor = Processor()
-
     def __init__(self, setting: Mapping[str, Any]) -> None:
+        self.processor = Processor(has_axes(setting))
         self.unit = setting["media_unit"]
         self.num_units = setting["media_units"]
         self.budget = setting["max_encoded"]

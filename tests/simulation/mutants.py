@@ -617,6 +617,20 @@ HISTORY = [
         focus="images",
     ),
     Mutant(
+        "rotary positions of drafts after images follow from the host's bound",
+        "runner.model_runner.Runner._turned",
+        "turned - batch.token_places(given.plan)",
+        "turned - np.repeat(given.plan.starts, given.plan.lengths)",
+        focus="images",
+    ),
+    Mutant(
+        "rows without images are turned like their slot's last",
+        "engine.features.media.Images.place",
+        "self._shifts[slot] = 0 if images is None else images.shift",
+        "self._shifts[slot] = self._shifts[slot] if images is None else images.shift",
+        focus="images",
+    ),
+    Mutant(
         "blocks of different sources are shared",
         "scheduler.sources._digests",
         "chain(source.digest, ",

@@ -226,6 +226,7 @@ class Truth:
         self.source: tuple[int, int] | None = None  # number and length, of an encoder-decoder model
         self.images = images
         self.last_places: Mapping[int, int] = {}  # of the image of each placeholder
+        self.pictures: Sequence[Sequence[int]] = ()  # as `media.Image`
         self.prompt = tuple(prompt)
         self.seed = seed
         self.limit = limit

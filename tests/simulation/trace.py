@@ -56,7 +56,9 @@ def make_trace(seed: int, num_turns: int = 600, focus: Focus | None = None) -> T
     elif (stages := random.Random(f"stages {seed}").choice((1, 1, 1, 1, 1, 2, 2, 4))) > 1:
         setting |= with_stages(stages)
     fit_whole_images(setting)
-    return Trace(seed, setting, _Maker(chance, setting, faults, focus).events(num_turns), num_turns)
+    events = _Maker(chance, setting, faults, focus).events(num_turns)
+    setting["axes"] = random.Random(f"axes {seed}").random() < 0.5  # with images, three of rotary positions
+    return Trace(seed, setting, events, num_turns)
 
 
 def _setting(chance: random.Random, faults: Sequence[str]) -> dict[str, Any]:

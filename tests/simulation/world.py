@@ -304,7 +304,7 @@ class World:
                     first = client.truths[0] if index else None
                     truth = BeamTruth(first.search if isinstance(first, BeamTruth) else None, client.beams, *given)
                 truth.source = client.source
-                truth.last_places = last_places(client.images)
+                truth.last_places, truth.pictures = last_places(client.images), client.images
                 client.truths.append(truth)
                 self.runner.device.truths[(seed + index) % 2**64] = truth
                 request = requests[len(entries)]
