@@ -51,7 +51,7 @@ STARTS_PROCESSES = (
         "jaxllm/compiling/compile_noise.py",
         "pallas_kernels/native/build.py",
     ),
-    "jaxllm/text/confinement.py",
+    "jaxllm/limited_process.py",
     "server/jaxllm_server/grpc/filter_process.py",
 )
 # Unpickles compiled programs from files that no other user could have written.

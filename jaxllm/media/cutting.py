@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from jaxllm.media.images import MOST_RATIO
+from jaxllm.media.sizes import MOST_RATIO
 
 
 def most_tokens(fewest: int, most: int, side: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,7 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxllm.errors import UserError
-from jaxllm.media.images import MOST_PIXELS, as_rgb, check_size, decode, pillow
+from jaxllm.media.images import as_rgb, decode, pillow
+from jaxllm.media.recordings import RecordingProcess
+from jaxllm.media.sizes import check_size
 
 MOST_BYTES = 64 << 20  # of a file
 MOST_FRAMES = 1 << 16  # of a file
@@ -26,7 +29,6 @@ _ANIMATION_FPS = 10.0  # if a file has no times
 _SIGNATURES = ((0, b"GIF8", "GIF"), (0, b"\x89PNG", "PNG"), (8, b"WEBP", "WEBP"))
 # By signature; demuxers that open further files or URLs are never tried.
 _CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1a\x45\xdf\xa3", "matroska"), (8, b"AVI ", "avi"))
-_CODECS = frozenset(("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "libaom-av1", "mpeg4", "mjpeg", "libvpx-vp9"))
 _DAMAGED = "is not a video that can be read (MP4, WebM, Matroska, AVI, or an animated GIF, WebP or PNG), or is cut off."
 
 
@@ -45,6 +47,11 @@ class Film(ABC):
     indices: Sequence[int] | None = None  # of the frames in it; None: all of them
     samples: bool | None = None  # whether to choose frames; None: as the request or the processor does
 
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether frames must be decoded."""
+        return self.is_file
+
     @abstractmethod
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
         """Yield uint8[H, W, 3] of ascending, perhaps repeated indices; raise UserError if one cannot be read."""
@@ -56,6 +63,10 @@ class Still(Film):
 
     is_file: ClassVar[bool] = False
     images: Sequence[Any]
+
+    @property
+    def is_encoded(self) -> bool:
+        return isinstance(self.images[0], bytes)
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
         for index in indices:
@@ -75,31 +86,20 @@ class _File(Film):
         super().__init__(name=name, parameter=parameter, size=size, count=total, total=total, fps=fps)
 
     def frames(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        wanted = iter(indices)
-        following = next(wanted, None)
+        counts = Counter(indices)
+        wanted = list(counts)
         try:
-            for index, frame in enumerate(self._decoded()):
-                if following is None:
-                    return
-                if following == index:
-                    shown = self._shown(frame)
-                    while following == index:
-                        yield shown
-                        following = next(wanted, None)
+            for index, frame in zip(wanted, self._chosen(wanted), strict=True):
+                for _ in range(counts[index]):
+                    yield frame
         except (UserError, MemoryError):
             raise
         except Exception as error:
             raise UserError(f"{self.name} {_DAMAGED}", self.parameter) from error
-        if following is not None:
-            raise UserError(f"{self.name} {_DAMAGED}", self.parameter)
 
     @abstractmethod
-    def _decoded(self) -> Iterator[Any]:
-        """Yield all frames, as the library has them."""
-
-    @abstractmethod
-    def _shown(self, frame: Any) -> np.ndarray:
-        """Return a frame's pixels."""
+    def _chosen(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield the pixels of ascending, different indices."""
 
 
 class _Animation(_File):
@@ -127,40 +127,28 @@ class _Animation(_File):
             image.load()
             yield image
 
-    def _shown(self, frame: Any) -> np.ndarray:
-        return np.asarray(frame.convert("RGB"))
+    def _chosen(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        wanted = set(indices)
+        for index, image in zip(range(indices[-1] + 1), self._decoded(), strict=False):
+            if index in wanted:
+                yield np.asarray(image.convert("RGB"))
 
 
 class _Recording(_File):
     def __init__(self, data: bytes, kind: str, name: str, parameter: str) -> None:
-        self._data, self._kind, self._av = data, kind, _library()
-        with self._opened() as container:
-            stream = container.streams.video[0]
-            context = stream.codec_context
-            if context.name not in _CODECS:
-                raise UserError(f"{name} has the codec {context.name!r:.40}, which is not read.", parameter)
-            size, fps = (context.width, context.height), float(stream.average_rate or stream.guessed_rate or 0)
-            # Headers may be wrong, packets are there.
-            total = 0
-            for packet in container.demux(stream):
-                total += bool(packet.size and not packet.is_discard)
-                if total > MOST_FRAMES:
-                    break
+        _library()
+        self._given = (data, kind, MOST_FRAMES, name, parameter)
+        self._read: RecordingProcess | None = RecordingProcess(*self._given)
+        size, total, fps = self._read.size, self._read.total, self._read.fps
         super().__init__(name, parameter, size, total, fps if 0 < fps < 1e6 else USUAL_FPS, MOST_DECODED)
 
-    def _opened(self) -> Any:
-        return self._av.open(io.BytesIO(self._data), format=self._kind, options={"max_pixels": str(MOST_PIXELS)})
-
-    def _decoded(self) -> Iterator[Any]:
-        with self._opened() as container:
-            stream = container.streams.video[0]
-            stream.codec_context.options = {"max_pixels": str(MOST_PIXELS)}
-            stream.thread_type = "AUTO"
-            yield from container.decode(stream)
-
-    def _shown(self, frame: Any) -> np.ndarray:
-        check_size((frame.width, frame.height), self.name, self.parameter)
-        return frame.to_ndarray(format="rgb24", width=self.size[0], height=self.size[1])
+    def _chosen(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        process, self._read = self._read or RecordingProcess(*self._given), None
+        try:
+            for pixels in process.frames(indices):
+                yield np.frombuffer(pixels, np.uint8).reshape(self.size[1], self.size[0], 3)
+        finally:
+            process.end()
 
 
 def _library() -> Any:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.media.sizes import MOST_PIXELS, check_size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_BYTES = 20 << 20  # of a file
-MOST_PIXELS = 1 << 25  # 100 MB as RGB
-MOST_RATIO = 200  # of the longer to the shorter side
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_MOST_SCANS = 64  # of a progressive JPEG, which usually has 10; each passes over all pixels
 _ANIMATED = ("PNG", "WEBP", "GIF")  # a JPEG of several pictures has a preview
 _WIDE = ("I", "F")  # modes of more than 8 bits a channel
 
@@ -42,6 +42,9 @@ def decode(data: bytes, name: str, parameter: str = "messages") -> Image:
         if image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
             raise UserError(f"{name} is animated; send one of its frames.", parameter)
         check_mode(image.mode, name, parameter)
+        # Two bytes begin a scan; metadata have them by chance.
+        if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS + (len(data) >> 18):
+            raise UserError(f"{name} has more than {_MOST_SCANS} scans; write it as a baseline JPEG.", parameter)
         image.load()
         return ImageOps.exif_transpose(image)
     except (UserError, MemoryError):
@@ -51,16 +54,6 @@ def decode(data: bytes, name: str, parameter: str = "messages") -> Image:
     except Exception as error:  # OSError, SyntaxError, ValueError, struct.error and others
         known = ", ".join(FORMATS)
         raise UserError(f"{name} is not an image that can be read ({known}), or is cut off.", parameter) from error
-
-
-def check_size(size: tuple[int, int], name: str, parameter: str) -> None:
-    width, height = size
-    if not 1 <= width * height <= MOST_PIXELS:
-        raise UserError(f"{name} has {width} × {height} pixels; an image may have {MOST_PIXELS}.", parameter)
-    if max(size) > MOST_RATIO * min(size):
-        raise UserError(
-            f"{name} has {width} × {height} pixels; one side may be {MOST_RATIO} times the other.", parameter
-        )
 
 
 def check_mode(mode: str, name: str, parameter: str) -> None:

@@ -15,6 +15,10 @@ from jaxllm.media.sound import MOST_RATE, RATE, UNREADABLE, ratio_of, wav_blocks
 MOST_BYTES = 25 << 20  # of a file in a message
 MOST_CHANNELS = 32
 FRAMES = 1 << 18  # decoded at once
+MOST_SAMPLES = 1 << 29  # of all channels: some 20 s of a processor
+_SAMPLES_A_SECOND = 100_000  # if longer sounds are accepted
+_FORMATS = frozenset(("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"))
+_BEGINNINGS = (b"RIFF", b"RF64", b"fLaC", b"OggS")  # or that of an MPEG frame; other readers of the library never run
 _WITHOUT_LIBRARY = (
     "The file is no WAV file of integers. FLAC, OGG and MP3 are read where soundfile is installed: "
     "pip install 'jaxllm[media]'."
@@ -28,6 +32,7 @@ def seconds_of(data: bytes, most: float | None = None) -> float:
     if found is None:
         with _opened(data) as file:
             found = file.frames / _rate_of(file)
+            _check_samples(file.frames * file.channels, most)
     return _checked(found, most)
 
 
@@ -40,7 +45,7 @@ def read_sound(data: bytes, most: float | None = None) -> np.ndarray:
         pieces = list(_bounded(resampled(*wav_blocks(data)), most))
     else:
         with _opened(data) as file:
-            pieces = list(_bounded(resampled(_blocks(file), _rate_of(file)), most))
+            pieces = list(_bounded(resampled(_blocks(file, most), _rate_of(file)), most))
     if not sum(map(len, pieces)):
         raise UserError("The file has no sound.", "file")
     return np.concatenate(pieces)
@@ -57,8 +62,9 @@ def resampled(blocks: Iterable[np.ndarray], rate: int) -> Iterator[np.ndarray]:
     half = 10 * max(up, down)  # of the filter that `resample_poly` designs
     window: Any = ("kaiser", 5.0)
     taps = np.asarray(firwin(2 * half + 1, 1.0 / max(up, down), window=window), np.float32)
-    # Multiples of `down`, so that each piece begins at a sample of the output.
-    piece, context = (-(-count // down) * down for count in (FRAMES, half // up + 1))
+    # Multiples of `down`, so that each piece begins at a sample of the output; neither side of a piece is long.
+    most = FRAMES * min(up, down) // up
+    piece, context = (-(-count // down) * down for count in (most, half // up + 1))
     held, before = np.zeros(0, np.float32), 0  # not yet written samples, with context before them
     for block in blocks:
         held = np.concatenate([held, block])
@@ -102,9 +108,16 @@ def _opened(data: bytes) -> Any:
         import soundfile  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:  # OSError: the wheel has no library for this machine
         raise UserError(_WITHOUT_LIBRARY, "file") from error
+    data = _untagged(data)
     try:
+        if not (data.startswith(_BEGINNINGS) or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")):
+            raise ValueError("unknown format")
         file = soundfile.SoundFile(io.BytesIO(data))
-    except (RuntimeError, TypeError, ValueError) as error:
+        if file.format not in _FORMATS:
+            raise ValueError("unknown format")
+    except MemoryError:
+        raise
+    except Exception as error:
         why = str(error).rpartition(": ")[2].rstrip(".") or "it ends early"
         raise UserError(_UNKNOWN.format(why), "file") from error
     if not 1 <= file.channels <= MOST_CHANNELS:
@@ -119,12 +132,35 @@ def _rate_of(file: Any) -> int:
     return int(file.samplerate)
 
 
-def _blocks(file: Any) -> Iterator[np.ndarray]:
+def _untagged(data: bytes) -> bytes:
+    """Return a file without ID3 tags at its beginning, which the library skips before it chooses a reader."""
+    at = 0
+    while data[at : at + 3] == b"ID3" and len(data) >= at + 10:
+        high, *low = (each & 127 for each in data[at + 6 : at + 10])
+        at += 10 + (high << 21 | low[0] << 14 | low[1] << 7 | low[2])
+    return data[at:] if at else data
+
+
+def _check_samples(count: int, most: float | None) -> None:
+    if count > max(MOST_SAMPLES, _SAMPLES_A_SECOND * (most or 0)):
+        raise UserError(
+            f"The sound has more than {MOST_SAMPLES} samples of all channels; send one with fewer channels, or at a "
+            "lower rate.",
+            "file",
+        )
+
+
+def _blocks(file: Any, most: float | None) -> Iterator[np.ndarray]:
+    total = 0
     while True:
         try:
             block = file.read(FRAMES // file.channels, dtype="float32", always_2d=True)
-        except RuntimeError as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise UserError(_UNKNOWN.format(str(error).rstrip(".")), "file") from error
         if not len(block):
             return
+        total += block.size
+        _check_samples(total, most)
         yield np.clip(np.nan_to_num(block.mean(axis=1)), -1.0, 1.0)

@@ -17,12 +17,13 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.media.cutting import cut, most_tokens
 from jaxllm.media.films import MOST_FRAMES, USUAL_FPS, Film
-from jaxllm.media.images import MOST_RATIO
 from jaxllm.media.processor import CLIP_VALUES, UNREAD, Prepared, Settings, levels
 from jaxllm.media.resizing import resized
+from jaxllm.media.sizes import MOST_RATIO
 
 PAIR = 2  # frames
 FILE_FPS = 2.0  # at which files are sampled
+MOST_CHOSEN = 1 << 30  # pixels of chosen frames before they are resized: some 20 s of a processor
 LARGEST = 1 << 34  # pixels of a setting
 OPTIONS = "mm_processor_kwargs"
 SAMPLING = frozenset(("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames"))
@@ -135,6 +136,12 @@ class VideoProcessor:
             raise UserError(
                 f"{name}: {len(indices)} frames have {count} × {rows * columns} tokens, {total} with other media, and "
                 f"the model's context has {self.context}; send fewer (fps, num_frames) or smaller ones.",
+                parameter,
+            )
+        if film.is_encoded and len(indices) * film.size[0] * film.size[1] > MOST_CHOSEN:
+            raise UserError(
+                f"{name}: {len(indices)} frames of {film.size[0]} × {film.size[1]} pixels are chosen, which may have "
+                f"{MOST_CHOSEN} in all; send fewer (fps, num_frames) or smaller ones.",
                 parameter,
             )
         shown = indices if film.indices is None else [film.indices[index] for index in indices]

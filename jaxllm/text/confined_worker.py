@@ -19,7 +19,8 @@ from typing import Any, BinaryIO
 import msgpack
 
 from jaxllm.errors import UserError
-from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, TOO_MUCH_MEMORY, Source
+from jaxllm.limited_process import TOO_MUCH_MEMORY
+from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, Source
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
 

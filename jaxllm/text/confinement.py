@@ -6,24 +6,18 @@ A process runs one task at a time; the system kills it above its memory or CPU t
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgpack
 
 from jaxllm import errors
 from jaxllm.errors import EngineError, UserError
+from jaxllm.limited_process import TOO_MUCH_MEMORY, LimitedProcess
 
 MOST_PROCESSES = 4
 MOST_BYTES = 768 * 2**20  # a tokenizer of 262,000 tokens takes 300 MB
@@ -32,11 +26,8 @@ SECONDS = 1.0  # CPU time per task, plus len(frame) / BYTES_A_SECOND
 BYTES_A_SECOND = 100_000  # tokenizing reaches 500,000 characters a second
 LOAD_SECONDS = 20.0  # CPU time to read a tokenizer
 MOST_ANSWER = 64 * 2**20
-TOO_MUCH_MEMORY = "takes too much memory"
 TOO_DEEP = "messages, tools or chat_template_kwargs are nested too deeply."
 _WAIT_FACTOR = 10  # wall-clock per CPU time
-_START = "import sys; sys.path.insert(0, {!r}); from jaxllm.text.confined_worker import main; main()"
-_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class ConfinedError(UserError):
@@ -158,23 +149,12 @@ class Confinement:
                 self._changed.notify()
 
 
-class Process:
-    """A worker process and its pipes."""
+class Process(LimitedProcess):
+    """A worker process, and the tokenizers that it keeps."""
 
     def __init__(self, most_bytes: int) -> None:
+        super().__init__("jaxllm.text.confined_worker", str(most_bytes))
         self.sources: OrderedDict[Source, None] = OrderedDict()
-        command = [sys.executable, "-c", _START.format(_ROOT), str(most_bytes)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        # Unaffected by Ctrl-C.
-        self._popen = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._input, self._output = self._popen.stdin, self._popen.stdout
-        self._answers = select.poll()
-        self._answers.register(self._output, select.POLLIN)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
 
     def note(self, source: Source) -> bool:
         """Record a tokenizer of the process; return whether it caches others."""
@@ -188,41 +168,15 @@ class Process:
         """Send a task and return its answer, or why it "failed"; `seconds` of CPU time exclude reading tokenizers."""
         give_up = time.monotonic() + _WAIT_FACTOR * (seconds + LOAD_SECONDS)
         try:
-            rest = memoryview(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
-            while rest:
-                rest = rest[self._input.write(rest) :]
-            length = int.from_bytes(self._read(8, give_up))
+            self.write(len(frame).to_bytes(8) + int(1000 * seconds).to_bytes(8) + frame)
+            length = int.from_bytes(self.read(8, give_up))
             if length > MOST_ANSWER:
                 raise exceeded("makes too long a text")
-            return msgpack.unpackb(self._read(length, give_up), unicode_errors="surrogatepass", strict_map_key=False)
+            return msgpack.unpackb(self.read(length, give_up), unicode_errors="surrogatepass", strict_map_key=False)
+        except TimeoutError:
+            raise exceeded("takes too long") from None
         except (BrokenPipeError, EOFError):
-            return {"failed": self._why_ended()}
-
-    def end(self) -> None:
-        with suppress(OSError):
-            self._popen.kill()
-        self._popen.wait()
-        self._input.close()
-        self._output.close()
-
-    def _read(self, length: int, give_up: float) -> bytearray:
-        read = bytearray()
-        while len(read) < length:
-            left = give_up - time.monotonic()
-            if left <= 0:
-                raise exceeded("takes too long")
-            if self._answers.poll(1000 * left):
-                piece = os.read(self._output.fileno(), min(length - len(read), 2**20))
-                if not piece:
-                    raise EOFError
-                read += piece
-        return read
-
-    def _why_ended(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            if self._popen.wait(5) in (-signal.SIGPROF, -signal.SIGXCPU):
-                return "takes too much processor time"
-        return f"{TOO_MUCH_MEMORY}, or crashes"
+            return {"failed": self.why_ended()}
 
 
 def _framed(task: list[Any]) -> bytes:
