@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 from tests.support.paths import ROOT
 
-SECONDS = {"video": 30.0, "sound": 30.0}  # of processors, for one input
-MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
+_SECONDS = 30.0  # of processors, for one input
+_MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
+_CRASH = "crash"  # a medium whose seventh input ends the process, for the test of this module
 _MOST_MEMORY = 4 << 30  # of a process
 _WAIT = 300.0  # of the clock, for one input
 _IN_PROCESS = 200  # one of as many recordings is decoded as in production, in another process
@@ -157,28 +158,41 @@ def _result(number: int, kind: str, outcome: str, seconds: float, memory: int, f
 
 def work(medium: str, start: int, stop: int) -> None:
     """Write a line for each input."""
-    from tests.fuzz.media_draws import bombs, draw
+    from tests.fuzz.media_draws import draw
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # output of libraries
+    if medium == _CRASH:
+        _crash(answers, start, stop)
     for each in (0, 1, 2):
         attempt(medium, *draw(medium, each)[:2])  # excludes work that is done once
-    bombs(medium)
     for number in range(start, stop):
         part, options, kind = draw(medium, number)
         files, before, begun = _open_files(), _start_peak(), time.process_time()
         outcome, failure = attempt(medium, part, options, number)
         seconds, memory = time.process_time() - begun, _peak() - before
         del part
-        if not failure and seconds > SECONDS[medium]:
+        if not failure and seconds > _SECONDS:
             failure = f"{seconds:.1f} s"
-        if not failure and memory > MEMORY[medium]:
+        if not failure and memory > _MEMORY[medium]:
             failure = f"{memory >> 20} MiB"
         if not failure and _open_files() != files:
             failure = f"{_open_files() - files} files remain open"
-        answers.write(json.dumps(_result(number, kind, outcome, seconds, memory, failure)).encode() + b"\n")
+        answers.write(_line(number, kind, outcome, seconds, memory, failure))
+
+
+def _line(*result: Any) -> bytes:
+    return json.dumps(_result(*result)).encode() + b"\n"
+
+
+def _crash(answers: Any, start: int, stop: int) -> NoReturn:
+    for number in range(start, stop):
+        if number == 7:
+            os.abort()
+        answers.write(_line(number, _CRASH, "taken", 0.0, 0, ""))
+    raise SystemExit
 
 
 def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: int = 0) -> tuple[str, str]:
@@ -186,9 +200,10 @@ def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: 
     from jaxllm.errors import MOST_MESSAGE, UserError
     from jaxllm.media import films
     from jaxllm_server.shared.error_table import row_of
+    from tests.fuzz.videos import InProcess
 
     unreachable = AssertionError("a connection is made")
-    decoder = films.RecordingProcess if number % _IN_PROCESS == 0 else _in_process()
+    decoder = films.RecordingProcess if number % _IN_PROCESS == 0 else InProcess
     with (
         mock.patch.object(socket.socket, "connect", side_effect=unreachable),
         mock.patch.object(socket, "getaddrinfo", side_effect=unreachable),
@@ -212,35 +227,6 @@ def _class_of(message: str) -> str:
     """Return a message without its part and its values."""
     rest = re.sub(r"^messages\[0\]\.content\[1\][\w.]*(, frame \d+)?:? ?", "", message)
     return re.sub(r"'[^']*'|[-\d.,×e]*\d", "…", rest)[:70]
-
-
-@functools.cache
-def _in_process() -> Any:
-    """Return the decoder that runs in this process, because each start of another takes 0.2 s."""
-    from jaxllm.errors import UserError
-    from jaxllm.media.recording_worker import Recording
-
-    class InProcess(Recording):
-        def __init__(self, *given: Any) -> None:
-            self._own_name = given[3]
-            try:
-                super().__init__(*given)
-            except MemoryError:
-                raise self._exceeded() from None
-
-        def frames(self, indices: Any) -> Iterator[bytes]:
-            try:
-                yield from super().frames(indices)
-            except MemoryError:
-                raise self._exceeded() from None
-
-        def _exceeded(self) -> UserError:
-            return UserError(f"{self._own_name} takes too much memory")
-
-        def end(self) -> None:
-            pass
-
-    return InProcess
 
 
 def _read(medium: str, messages: list[Any], options: dict[str, Any], number: int) -> None:
@@ -304,7 +290,7 @@ def _peak() -> int:
 def main() -> int:
     """Run a medium's inputs, or one; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.media_run", description=__doc__)
-    parser.add_argument("medium", choices=sorted(SECONDS))
+    parser.add_argument("medium", choices=(*_MEMORY, _CRASH))
     parser.add_argument("--count", type=int, default=100_000, help="inputs")
     parser.add_argument("--start", type=int, default=0, help="number of the first input")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)

@@ -5,18 +5,44 @@ from __future__ import annotations
 import base64
 import functools
 import socket
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.media import films
 from jaxllm.media.patches import PatchProcessor, read_patches
+from jaxllm.media.recording_worker import Recording
 from jaxllm.media.sources import Sources
 from jaxllm.media.video_messages import take_videos
 from jaxllm.media.videos import read_videos
 from tests.support.videos import ANIMATIONS, CONTAINERS, animation, jpegs, recording
 
 MIMES = ("video/mp4", "video/jpeg", "image/gif", "image/webp", "video/*", "text/html", "")
+
+
+class InProcess(Recording):
+    """Decodes in this process, because each start of another takes 0.2 s."""
+
+    def __init__(self, data: bytes, kind: str, most_frames: int, name: str, parameter: str) -> None:
+        self._own_name = name
+        try:
+            super().__init__(data, kind, most_frames, name, parameter)
+        except MemoryError:
+            raise self._exceeded() from None
+
+    def frames(self, indices: Sequence[int]) -> Iterator[bytes]:
+        try:
+            yield from super().frames(indices)
+        except MemoryError:
+            raise self._exceeded() from None
+
+    def _exceeded(self) -> UserError:
+        return UserError(f"{self._own_name} takes too much memory.")
+
+    def end(self) -> None:
+        pass
 
 
 @functools.cache
@@ -40,6 +66,7 @@ def take_video(data: bytes) -> None:
     with (
         mock.patch.object(socket.socket, "connect", side_effect=unreachable),
         mock.patch.object(socket, "getaddrinfo", side_effect=unreachable),
+        mock.patch.object(films, "RecordingProcess", InProcess),
     ):
         for processor in processors():
             try:
