@@ -229,8 +229,8 @@ def _change(
             del holder[at]
             return "delete chunk"
         case 1:
-            size = len(chunk.lead) + sum(len(each.lead) for each in chunk.inner) + 64
-            holder[at:at] = [chunk] * min(chance.choice((1, 2, 50, 3000)), MOST_BYTES // size)
+            size = 64 + len(chunk.lead) + sum(64 + len(inner[at].lead) for inner, at in chunk.all())
+            holder[at:at] = [chunk] * min(chance.choice((1, 2, 50, 3000)), MOST_BYTES // (4 * size))
             return "repeat chunk"
         case 2:
             holder.insert(chance.randrange(len(holder)), holder.pop(at))

@@ -28,10 +28,10 @@ from tests.support.paths import ROOT
 
 _SECONDS = 30.0  # of processors, for one input
 _MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
-_CRASH = "crash"  # a medium whose seventh input ends the process, for the test of this module
+_CRASH = "crash"  # a medium whose seventh input ends the process, which a test uses
 _MOST_MEMORY = 4 << 30  # of a process
 _WAIT = 300.0  # of the clock, for one input
-_IN_PROCESS = 200  # one of as many recordings is decoded as in production, in another process
+_IN_PROCESS = 200  # each recording of such a number is decoded in another process, as in production
 
 
 @dataclass
@@ -97,7 +97,7 @@ def _show(totals: Totals, count: int, seconds: float) -> None:
 
 
 class _Worker:
-    """A process that reads inputs; it is started again behind one that ends it."""
+    """A process that reads inputs; it is started again after an input that ends it."""
 
     def __init__(self, medium: str, start: int, stop: int) -> None:
         self._medium, self._next, self._stop, self.is_running = medium, start, stop, True
@@ -196,7 +196,7 @@ def _crash(answers: Any, start: int, stop: int) -> NoReturn:
 
 
 def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: int = 0) -> tuple[str, str]:
-    """Read a part; return the outcome, and what was wrong with it."""
+    """Read a part; return the outcome, and a defect."""
     from jaxllm.errors import MOST_MESSAGE, UserError
     from jaxllm.media import films
     from jaxllm_server.shared.error_table import row_of
@@ -260,7 +260,7 @@ def _processors(medium: str) -> tuple[Any, ...]:
     from jaxllm.media.sounds import SoundProcessor
 
     short = SoundProcessor(placeholder=9, num_mels=80, num_states=1500, joined=2, reads_silence=False)
-    long = SoundProcessor(placeholder=9, num_mels=128, num_states=1500, joined=4, reads_silence=True)
+    long = SoundProcessor(placeholder=9, num_mels=128, num_states=100, joined=4, reads_silence=True)
     return short, short, long.within(1 << 14)
 
 

@@ -37,10 +37,10 @@ def test_a_decoder_that_exceeds_a_limit_ends_alone(monkeypatch: pytest.MonkeyPat
     data, before = recording(FLAT, "mp4", "libx264"), open_files()
     long = with_hidden_frames(2000, 2000, 4_000)  # 4 s
     assert len(long) < 600_000
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="^it takes too much processor time: a video"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^it takes too much processor time: a video"):
         patch.setattr(recordings, "SECONDS", 1)
         list(read_film(long, "it").frames([0, 1]))
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="^it takes too much memory"):
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^it takes too much memory"):
         patch.setattr(recordings, "MOST_MEMORY", 16 << 20)
         list(read_film(data, "it").frames([0, 1]))
     film = read_film(data, "it")
@@ -55,7 +55,7 @@ def test_a_decoder_that_exceeds_a_limit_ends_alone(monkeypatch: pytest.MonkeyPat
 
 def test_a_clock_bounds_the_wait_for_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "_WAIT_FACTOR", 0)
-    with pytest.raises(UserError, match="^it takes too much processor time"):
+    with pytest.raises(UserError, match=r"^it takes too much processor time"):
         read_film(recording(FLAT, "mp4", "libx264"), "it")
 
 
@@ -64,7 +64,7 @@ def test_frames_are_resized_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(videos, "MOST_CHOSEN", 4 * 600 * 800 - 1)
     own = processor(True)
     for film in (read_film(recording(FLAT, "mp4", "libx264"), "it"), read_stills([_jpeg(FLAT[0])] * 2, "it")):
-        with pytest.raises(UserError, match="^it: 4 frames of 800 × 600 pixels are chosen"):
+        with pytest.raises(UserError, match=r"^it: 4 frames of 800 × 600 pixels are chosen"):
             own.prepare(film, {"num_frames": 4, "do_sample_frames": True}, "it", "it")
         assert len(own.prepare(film, {"num_frames": 2, "do_sample_frames": True}, "it", "it").pairs) == 1
 
@@ -80,7 +80,7 @@ def test_scans_of_a_jpeg_are_bounded() -> None:
     data = _jpeg(np.zeros((5000, 5000), np.uint8), progressive=True)
     scan = data[data.rfind(b"\xff\xda") : -2]
     assert len(scan) < 60 and decode(data, "it").size == (5000, 5000)
-    with pytest.raises(UserError, match="^it has more than 64 scans"):
+    with pytest.raises(UserError, match=r"^it has more than 64 scans"):
         decode(data[:-2] + scan * 2000 + data[-2:], "it")
     assert jpegs(FLAT[:1])
 
