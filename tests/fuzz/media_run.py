@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 from tests.support.paths import ROOT
 
@@ -107,8 +106,9 @@ class _Worker:
         command = [sys.executable, "-m", "tests.fuzz.media_run", self._medium, "--worker"]
         command += [str(self._next), str(self._stop)]
         path = os.pathsep.join((str(ROOT), str(ROOT / "server")))
+        settings = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, **pipes)
+        self._process = subprocess.Popen(command, cwd=ROOT, env=settings, **pipes)
         self._rest, self._since = b"", time.monotonic()
 
     def fileno(self) -> int:
@@ -164,6 +164,7 @@ def work(medium: str, start: int, stop: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     answers = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)  # output of libraries
+    _forbid_connections()
     if medium == _CRASH:
         _crash(answers, start, stop)
     for each in (0, 1, 2):
@@ -195,31 +196,35 @@ def _crash(answers: Any, start: int, stop: int) -> NoReturn:
     raise SystemExit
 
 
+def _forbid_connections() -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a connection is made")
+
+    vars(socket)["getaddrinfo"] = refuse
+    for name in ("connect", "connect_ex", "sendto"):
+        setattr(socket.socket, name, refuse)
+
+
 def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: int = 0) -> tuple[str, str]:
     """Read a part; return the outcome, and a defect."""
     from jaxllm.errors import MOST_MESSAGE, UserError
     from jaxllm.media import films
+    from jaxllm.media.recordings import RecordingProcess
     from jaxllm_server.shared.error_table import row_of
     from tests.fuzz.videos import InProcess
 
-    unreachable = AssertionError("a connection is made")
-    decoder = films.RecordingProcess if number % _IN_PROCESS == 0 else InProcess
-    with (
-        mock.patch.object(socket.socket, "connect", side_effect=unreachable),
-        mock.patch.object(socket, "getaddrinfo", side_effect=unreachable),
-        mock.patch.object(films, "RecordingProcess", decoder),
-    ):
-        try:
-            _read(medium, [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}], options, number)
-        except UserError as error:
-            said = str(error)
-            if not (said.isprintable() and 0 < len(said) <= MOST_MESSAGE and 400 <= row_of(error).http < 500):
-                return "wrong error", repr(error)
-            if not said.startswith(("messages[0].content[1]", "mm_processor_kwargs")):
-                return "unnamed part", said
-            return _class_of(said), ""
-        except BaseException as error:
-            return "exception", f"{type(error).__name__}: {error!s:.300}"
+    films.RecordingProcess = RecordingProcess if number % _IN_PROCESS == 0 else InProcess  # pyright: ignore
+    try:
+        _read(medium, [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}], options, number)
+    except UserError as error:
+        said = str(error)
+        if not (said.isprintable() and 0 < len(said) <= MOST_MESSAGE and 400 <= row_of(error).http < 500):
+            return "wrong error", repr(error)
+        if not said.startswith(("messages[0].content[1]", "mm_processor_kwargs")):
+            return "unnamed part", said
+        return _class_of(said), ""
+    except BaseException as error:
+        return "exception", f"{type(error).__name__}: {error!s:.300}"
     return "taken", ""
 
 
@@ -303,6 +308,7 @@ def main() -> int:
     if given.replay is not None:
         from tests.fuzz.media_draws import draw
 
+        _forbid_connections()
         part, options, kind = draw(given.medium, given.replay)
         print(kind, str(part)[:300], options, flush=True)
         outcome, failure = attempt(given.medium, part, options, given.replay)
