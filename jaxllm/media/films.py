@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.media.decoders import RecordingProcess
 from jaxllm.media.images import as_rgb, decode, pillow
-from jaxllm.media.recordings import RecordingProcess
 from jaxllm.media.sizes import check_size
 
 MOST_BYTES = 64 << 20  # of a file
@@ -139,8 +139,11 @@ class _Recording(_File):
         _library()
         self._given = (data, kind, MOST_FRAMES, name, parameter)
         self._read: RecordingProcess | None = RecordingProcess(*self._given)
-        size, total, fps = self._read.size, self._read.total, self._read.fps
-        super().__init__(name, parameter, size, total, fps if 0 < fps < 1e6 else USUAL_FPS, MOST_DECODED)
+        facts = self._read.facts
+        (width, height), fps = facts["size"], facts["fps"]
+        super().__init__(
+            name, parameter, (width, height), facts["total"], fps if 0 < fps < 1e6 else USUAL_FPS, MOST_DECODED
+        )
 
     def _chosen(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
         process, self._read = self._read or RecordingProcess(*self._given), None

@@ -10,42 +10,45 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import UserError
+from jaxllm.media.decoder_worker import FRAMES, UNKNOWN
+from jaxllm.media.decoders import DamagedError, SoundProcess
 from jaxllm.media.sound import MOST_RATE, RATE, UNREADABLE, ratio_of, wav_blocks
 
 MOST_BYTES = 25 << 20  # of a file in a message
-MOST_CHANNELS = 32
-FRAMES = 1 << 18  # decoded at once
 MOST_SAMPLES = 1 << 29  # of all channels: some 20 s of a processor
 _SAMPLES_A_SECOND = 100_000  # if longer sounds are accepted
-_FORMATS = frozenset(("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3"))
+_SECONDS_A_SECOND = 60  # of sound, per further second of a processor
+_LONGEST = 86400  # seconds, if any length is accepted
 _BEGINNINGS = (b"RIFF", b"RF64", b"fLaC", b"OggS")  # or that of an MPEG frame; other readers of the library never run
 _WITHOUT_LIBRARY = (
     "The file is no WAV file of integers. FLAC, OGG and MP3 are read where soundfile is installed: "
     "pip install 'jaxllm[media]'."
 )
-_UNKNOWN = "The file is not WAV, FLAC, OGG or MP3, or it is damaged: {}."
 
 
 def seconds_of(data: bytes, most: float | None = None) -> float:
     """Return a file's length by its header, without decoding it; raise UserError if it is above `most` seconds."""
     found = _wav_length(data)
     if found is None:
-        with _opened(data) as file:
-            found = file.frames / _rate_of(file)
-            _check_samples(file.frames * file.channels, most)
+        file = _opened(data, most)
+        found = file.facts["frames"] / file.facts["samplerate"]
+        file.end()
     return _checked(found, most)
 
 
 def read_sound(data: bytes, most: float | None = None) -> np.ndarray:
     """Return a file's samples at 16 kHz, float32 from -1 to 1 with channels averaged; raise UserError.
 
-    `most` is a bound in seconds, because a header may be wrong.
+    `most` is a bound in seconds, by the header and while decoding, because a header may be wrong.
     """
-    if _wav_length(data) is not None:
-        pieces = list(_bounded(resampled(*wav_blocks(data)), most))
+    length = _wav_length(data)
+    if length is not None:
+        _checked(length, most)
+        blocks, rate = wav_blocks(data)
     else:
-        with _opened(data) as file:
-            pieces = list(_bounded(resampled(_blocks(file, most), _rate_of(file)), most))
+        file = _opened(data, most)
+        blocks, rate = _blocks(file, most), file.facts["samplerate"]
+    pieces = list(_bounded(resampled(blocks, rate), most))
     if not sum(map(len, pieces)):
         raise UserError("The file has no sound.", "file")
     return np.concatenate(pieces)
@@ -103,33 +106,25 @@ def _wav_length(data: bytes) -> float | None:
         return None
 
 
-def _opened(data: bytes) -> Any:
+def _opened(data: bytes, most: float | None) -> SoundProcess:
+    """Return the decoder of a file that `wave` does not read; raise UserError if its header says that it is too long."""
     try:
-        import soundfile  # pyright: ignore[reportMissingImports]
+        import soundfile  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:  # OSError: the wheel has no library for this machine
         raise UserError(_WITHOUT_LIBRARY, "file") from error
     data = _untagged(data)
+    if not (data.startswith(_BEGINNINGS) or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")):
+        raise UserError(UNKNOWN.format("The file", "unknown format"), "file")
     try:
-        if not (data.startswith(_BEGINNINGS) or (data[:1] == b"\xff" and data[1:2] >= b"\xe0")):
-            raise ValueError("unknown format")
-        file = soundfile.SoundFile(io.BytesIO(data))
-        if file.format not in _FORMATS:
-            raise ValueError("unknown format")
-    except MemoryError:
-        raise
-    except Exception as error:
-        why = str(error).rpartition(": ")[2].rstrip(".") or "it ends early"
-        raise UserError(_UNKNOWN.format(why), "file") from error
-    if not 1 <= file.channels <= MOST_CHANNELS:
-        file.close()
-        raise UserError(f"A file may have at most {MOST_CHANNELS} channels, got {file.channels}.", "file")
+        file = SoundProcess(data, "The file", "file", int((_LONGEST if most is None else most) / _SECONDS_A_SECOND))
+    except DamagedError as error:
+        raise UserError(UNKNOWN.format("The file", "it ends early"), "file") from error
+    rate = file.facts["samplerate"]
+    if not 1 <= rate <= MOST_RATE:
+        raise UserError(f"A file's rate must be from 1 to {MOST_RATE} per second, got {rate}.", "file")
+    _checked(file.facts["frames"] / rate, most)
+    _check_samples(file.facts["frames"] * file.facts["channels"], most)
     return file
-
-
-def _rate_of(file: Any) -> int:
-    if not 1 <= file.samplerate <= MOST_RATE:
-        raise UserError(f"A file's rate must be from 1 to {MOST_RATE} per second, got {file.samplerate}.", "file")
-    return int(file.samplerate)
 
 
 def _untagged(data: bytes) -> bytes:
@@ -150,17 +145,15 @@ def _check_samples(count: int, most: float | None) -> None:
         )
 
 
-def _blocks(file: Any, most: float | None) -> Iterator[np.ndarray]:
+def _blocks(file: SoundProcess, most: float | None) -> Iterator[np.ndarray]:
     total = 0
-    while True:
-        try:
-            block = file.read(FRAMES // file.channels, dtype="float32", always_2d=True)
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise UserError(_UNKNOWN.format(str(error).rstrip(".")), "file") from error
-        if not len(block):
-            return
-        total += block.size
-        _check_samples(total, most)
-        yield np.clip(np.nan_to_num(block.mean(axis=1)), -1.0, 1.0)
+    try:
+        for raw in file.blocks():
+            block = np.frombuffer(raw, np.float32)
+            total += len(block) * file.facts["channels"]
+            _check_samples(total, most)
+            yield block
+    except DamagedError as error:
+        raise UserError(UNKNOWN.format("The file", "it ends early"), "file") from error
+    finally:
+        file.end()

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.errors import UserError
 from jaxllm.media.processor import Measured, Prepared, Processor, Settings
 from jaxllm.media.sound import HOP, RATE, WINDOW, LogMel, at_rate, ratio_of, samples_of
-from jaxllm.media.sound_files import MOST_BYTES, read_sound, seconds_of
+from jaxllm.media.sound_files import MOST_BYTES, read_sound
 from jaxllm.media.sources import SOUNDS, Sources, from_base64
 
 MOST_SECONDS = 1800  # of a file
@@ -61,7 +61,6 @@ class SoundProcessor(Processor):
                 f"{name} has {len(data)} bytes; a sound may have {MOST_BYTES}. Send a shorter one.", parameter
             )
         try:
-            seconds_of(data, self.most_seconds)
             return read_sound(data, self.most_seconds), RATE
         except UserError as error:
             raise UserError(f"{name}: {error}", parameter) from error

@@ -10,12 +10,14 @@ import functools
 import io
 import socket
 import wave
+from typing import Any
 from unittest import mock
 
 import numpy as np
 from PIL import Image
 
 from jaxllm.errors import UserError
+from jaxllm.media import sound_files
 from jaxllm.media.messages import take_images
 from jaxllm.media.patches import read_patches
 from jaxllm.media.processor import Processor, read_processor
@@ -23,6 +25,7 @@ from jaxllm.media.sound import LogMel
 from jaxllm.media.sound_files import read_sound
 from jaxllm.media.sounds import SoundProcessor
 from jaxllm.media.sources import Sources
+from tests.fuzz.videos import SoundInProcess
 from tests.support.vision_models import SIDE, processor_settings
 
 MOST_MEMORY = 1 << 29  # bytes, of an image with the most pixels
@@ -76,6 +79,11 @@ def take_sound(data: bytes) -> None:
     """Read a file of sound as a part of a message, and up to the spectrogram of an encoder."""
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
     processor = SoundProcessor(placeholder=9, num_mels=80, num_states=50, joined=2, reads_silence=False)
+    with mock.patch.object(sound_files, "SoundProcess", SoundInProcess):
+        _take_sound(data, part, processor)
+
+
+def _take_sound(data: bytes, part: dict[str, Any], processor: SoundProcessor) -> None:
     try:
         _, (sound,) = take_images([{"role": "user", "content": [part]}], processor, Sources(), 1)
     except UserError as error:

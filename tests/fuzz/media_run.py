@@ -30,7 +30,7 @@ _MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
 _CRASH = "crash"  # a medium whose seventh input ends the process, which a test uses
 _MOST_MEMORY = 4 << 30  # of a process
 _WAIT = 300.0  # of the clock, for one input
-_IN_PROCESS = 200  # each recording of such a number is decoded in another process, as in production
+_IN_PROCESS = 200  # each file of such a number is decoded in another process, as in production
 
 
 @dataclass
@@ -208,12 +208,14 @@ def _forbid_connections() -> None:
 def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: int = 0) -> tuple[str, str]:
     """Read a part; return the outcome, and a defect."""
     from jaxllm.errors import MOST_MESSAGE, UserError
-    from jaxllm.media import films
-    from jaxllm.media.recordings import RecordingProcess
+    from jaxllm.media import films, sound_files
+    from jaxllm.media.decoders import RecordingProcess, SoundProcess
     from jaxllm_server.shared.error_table import row_of
-    from tests.fuzz.videos import InProcess
+    from tests.fuzz.videos import InProcess, SoundInProcess
 
-    films.RecordingProcess = RecordingProcess if number % _IN_PROCESS == 0 else InProcess  # pyright: ignore
+    as_in_production = number % _IN_PROCESS == 0
+    vars(films)["RecordingProcess"] = RecordingProcess if as_in_production else InProcess
+    vars(sound_files)["SoundProcess"] = SoundProcess if as_in_production else SoundInProcess
     try:
         _read(medium, [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}], options, number)
     except UserError as error:

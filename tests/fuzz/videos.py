@@ -6,14 +6,15 @@ import base64
 import functools
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 
 from jaxllm.errors import UserError
 from jaxllm.media import films
+from jaxllm.media.decoder_worker import Recording, Sound
 from jaxllm.media.patches import PatchProcessor, read_patches
-from jaxllm.media.recording_worker import Recording
 from jaxllm.media.sources import Sources
 from jaxllm.media.video_messages import take_videos
 from jaxllm.media.videos import read_videos
@@ -25,24 +26,39 @@ MIMES = ("video/mp4", "video/jpeg", "image/gif", "image/webp", "video/*", "text/
 class InProcess(Recording):
     """Decodes in this process, because each start of another takes 0.2 s."""
 
-    def __init__(self, data: bytes, kind: str, most_frames: int, name: str, parameter: str) -> None:
-        self._own_name = name
-        try:
-            super().__init__(data, kind, most_frames, name, parameter)
-        except MemoryError:
-            raise self._exceeded() from None
+    def __init__(self, data: bytes, container: str, most_frames: int, name: str, parameter: str) -> None:
+        with _refused(name):
+            super().__init__(data, container, most_frames, name, parameter)
 
     def frames(self, indices: Sequence[int]) -> Iterator[bytes]:
-        try:
+        with _refused(self._name):
             yield from super().frames(indices)
-        except MemoryError:
-            raise self._exceeded() from None
-
-    def _exceeded(self) -> UserError:
-        return UserError(f"{self._own_name} takes too much memory.")
 
     def end(self) -> None:
         pass
+
+
+class SoundInProcess(Sound):
+    """Decodes in this process."""
+
+    def __init__(self, data: bytes, name: str, parameter: str, more_seconds: int) -> None:
+        with _refused(name):
+            super().__init__(data, name, parameter)
+
+    def blocks(self) -> Iterator[bytes]:
+        with _refused(self._name):
+            yield from super().blocks()
+
+    def end(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise UserError(f"{name} takes too much memory.") from None
 
 
 @functools.cache
