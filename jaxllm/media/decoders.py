@@ -17,7 +17,7 @@ from jaxllm.media.decoder_worker import FAILED
 
 MOST_MEMORY = 2 << 30  # bytes
 SECONDS = 30  # of processors, for a file
-_WAIT_FACTOR = 10  # of the clock, per second of processors
+WAIT_FACTOR = 10  # of the clock, per second of processors
 
 
 class DamagedError(Exception):
@@ -41,7 +41,7 @@ class _Decoder:
 
     def _asked(self, *sent: bytes) -> bytearray:
         """Send and return the next answer, an empty one at the end."""
-        give_up = time.monotonic() + _WAIT_FACTOR * self._seconds
+        give_up = time.monotonic() + WAIT_FACTOR * self._seconds
         try:
             for data in sent:
                 self._process.write(len(data).to_bytes(8))

@@ -107,7 +107,7 @@ def _wav_length(data: bytes) -> float | None:
 
 
 def _opened(data: bytes, most: float | None) -> SoundProcess:
-    """Return the decoder of a file that `wave` does not read; raise UserError if its header says that it is too long."""
+    """Return the decoder of a file that `wave` does not read; raise UserError if its header claims too much."""
     try:
         import soundfile  # noqa: F401  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:  # OSError: the wheel has no library for this machine

@@ -54,7 +54,7 @@ def test_a_decoder_that_exceeds_a_limit_ends_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_clock_bounds_the_wait_for_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders, "_WAIT_FACTOR", 0)
+    monkeypatch.setattr(decoders, "WAIT_FACTOR", 0)
     with pytest.raises(UserError, match=r"^it takes too much processor time"):
         read_film(recording(FLAT, "mp4", "libx264"), "it")
 

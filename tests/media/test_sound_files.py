@@ -13,6 +13,8 @@ from jaxllm.media import sound_files
 from jaxllm.media.sound import at_rate
 from jaxllm.media.sound_files import read_sound, resampled, seconds_of
 
+pytestmark = pytest.mark.usefixtures("decoders_in_process")
+
 
 @pytest.mark.parametrize("rate", [8000, 16000, 44100, 48000, 11025, 16002, 31999, 7])
 def test_pieces_are_resampled_as_the_whole(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:

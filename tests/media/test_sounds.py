@@ -22,6 +22,8 @@ from jaxllm.media.sounds import SoundProcessor
 from jaxllm.media.sources import Sources
 from tests.support.sound_models import NUM_MELS, SECONDS, sound, wav
 
+pytestmark = pytest.mark.usefixtures("decoders_in_process")
+
 PROCESSOR = SoundProcessor(placeholder=9, num_mels=NUM_MELS, num_states=100, joined=2, reads_silence=False)
 
 

@@ -20,6 +20,8 @@ from jaxllm.media.video_messages import take_videos
 from jaxllm.media.videos import VideoProcessor, read_videos
 from tests.support.videos import ANIMATIONS, CONTAINERS, animation, jpegs, recording, url
 
+pytestmark = pytest.mark.usefixtures("decoders_in_process")
+
 FRAMES = np.random.default_rng(0).integers(0, 256, (7, 1, 1, 3), np.uint8).repeat(48, axis=1).repeat(64, axis=2)
 
 
