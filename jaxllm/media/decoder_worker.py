@@ -42,7 +42,7 @@ class Recording:
             if context.name not in _CODECS:
                 raise UserError(f"{name} has the codec {context.name!r:.40}, which is not read.", parameter)
             self.size = (context.width, context.height)
-            # Headers may be wrong, packets are there.
+            # A header may be wrong, so packets are counted.
             total = 0
             for packet in opened.demux(stream):
                 total += bool(packet.size and not packet.is_discard)

@@ -143,7 +143,7 @@ def _changed(data: bytes, other: bytes, chance: random.Random) -> bytes:
 
 
 def _claim(medium: str, chance: random.Random) -> bytes:
-    """Return a file whose head claims much."""
+    """Return a file with false numbers in its head."""
     number = chance.choice(NUMBERS)
     if medium == "sound":
         rate, channels, width = (

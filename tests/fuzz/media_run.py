@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 
 _SECONDS = 30.0  # of processors, for one input
 _MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
-_CRASH = "crash"  # a medium whose seventh input ends the process, which a test uses
+_CRASH = "crash"  # in a test; the seventh input of this medium ends the process
 _MOST_MEMORY = 4 << 30  # of a process
 _WAIT = 300.0  # of the clock, for one input
 _IN_PROCESS = 200  # each file of such a number is decoded in another process, as in production
@@ -200,9 +200,11 @@ def _forbid_connections() -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a connection is made")
 
-    vars(socket)["getaddrinfo"] = refuse
-    for name in ("connect", "connect_ex", "sendto"):
-        setattr(socket.socket, name, refuse)
+    for owner, name in (
+        (socket, "getaddrinfo"),
+        *((socket.socket, each) for each in ("connect", "connect_ex", "sendto")),
+    ):
+        setattr(owner, name, refuse)
 
 
 def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: int = 0) -> tuple[str, str]:
@@ -214,8 +216,8 @@ def attempt(medium: str, part: dict[str, Any], options: dict[str, Any], number: 
     from tests.fuzz.videos import InProcess, SoundInProcess
 
     as_in_production = number % _IN_PROCESS == 0
-    vars(films)["RecordingProcess"] = RecordingProcess if as_in_production else InProcess
-    vars(sound_files)["SoundProcess"] = SoundProcess if as_in_production else SoundInProcess
+    for module, owned, other in ((films, RecordingProcess, InProcess), (sound_files, SoundProcess, SoundInProcess)):
+        setattr(module, owned.__name__, owned if as_in_production else other)
     try:
         _read(medium, [{"role": "user", "content": [{"type": "text", "text": "?"}, part]}], options, number)
     except UserError as error:

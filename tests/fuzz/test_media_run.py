@@ -10,7 +10,7 @@ from tests.fuzz import FEW, MANY, media_run
 from tests.fuzz.media_draws import MEDIA, draw
 
 
-@pytest.mark.parametrize("count", [3 * FEW, pytest.param(10 * MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2 * FEW, pytest.param(10 * MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("medium", MEDIA)
 def test_hostile_media_are_taken_or_refused_by_name(medium: str, count: int) -> None:
     totals = media_run.run(medium, 0, count, workers=1 if count < 10_000 else os.cpu_count() or 1)
