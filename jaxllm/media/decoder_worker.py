@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +117,8 @@ class Sound:
 
 
 def main() -> None:
+    import resource  # Windows has none
+
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):
         os.dup2(2, descriptor)  # library output is not a result
