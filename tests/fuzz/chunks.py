@@ -6,6 +6,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 _BOXES = frozenset(b"moov trak mdia minf stbl dinf edts mvex moof traf udta mfra".split())
@@ -251,7 +252,7 @@ def _change(
             chunk.lead, chunk.inner = chunk.lead[: chance.randrange(len(chunk.lead) + 1)], []
             return "cut chunk"
         case 7 if strange:
-            holder[at] = chance.choice(strange)
+            holder[at] = deepcopy(chance.choice(strange))  # which must not hold itself
             return "foreign chunk"
         case 8 if len(chunk.tag) > 20:  # the head of a page
             chunk.tag = with_changed_fields(chunk.tag, chance)[: len(chunk.tag)]
