@@ -117,7 +117,7 @@ class Sound:
 
 
 def main() -> None:
-    import resource  # Windows has none
+    import resource  # not on Windows
 
     tasks, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     for descriptor in (0, 1):

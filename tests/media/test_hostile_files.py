@@ -43,7 +43,7 @@ def test_a_decoder_that_exceeds_a_limit_ends_alone(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^it takes too much memory"):
         patch.setattr(decoders, "MOST_MEMORY", 16 << 20)
         list(read_film(data, "it").frames([0, 1]))
-    at = data.index(b"stts") + 8  # the number of entries in a table, for which libav asks 2 GiB
+    at = data.index(b"stts") + 8  # the number of entries in a table: libav then asks for gigabytes
     with pytest.raises(UserError, match=r"^it takes too much memory"):
         read_film(data[:at] + b"\x0f\xff\xff\xff" + data[at + 4 :], "it")
     film = read_film(data, "it")
