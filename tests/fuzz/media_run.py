@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from tests.support.paths import ROOT
 
 _SECONDS = 30.0  # of processors, for one input
-_MEMORY = {"video": 1 << 30, "sound": 1 << 29}  # bytes, for one input
+_MEMORY = {"video": 2 << 30, "sound": 1 << 29}  # bytes, for one input; a decoder of videos may take the first
 _CRASH = "crash"  # in a test; the seventh input of this medium ends the process
 _MOST_MEMORY = 4 << 30  # of a process
 _WAIT = 300.0  # of the clock, for one input
