@@ -49,6 +49,9 @@ def recording(
         for frame in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         container.mux(stream.encode())
+    if codec == "libsvtav1" and hasattr(os, "sched_setscheduler"):
+        # As root the encoder gives its caller a real-time priority, which would stop other processes.
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     return buffer.getvalue()
 
 
