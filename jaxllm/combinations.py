@@ -81,7 +81,6 @@ REFUSED = (
     Refused("enable_sleep_mode", "kv_offloading_disk", "files are named after the first weights"),
     Refused("enable_sleep_mode", "kv_transfer_config", "KV blocks travel without the version of their weights"),
     Refused("beam_width", "speculative_config", "a search chooses among likeliest tokens, not drafts"),
-    Refused("enable_lora", IMAGES, "their adapters have other names of modules"),
     Refused("enable_sleep_mode", IMAGES, "the tower's weights stay on the device"),
     Refused("kv_transfer_config", IMAGES, "blocks are found by tokens, not by images or sound"),
     Refused("num_hosts", IMAGES, "followers get no images or sound"),

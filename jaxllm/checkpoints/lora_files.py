@@ -64,7 +64,7 @@ def read_adapter(
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}{never_read(folder)}.")
         config, tensors = read_lora_config(fields), read_file(folder, WEIGHTS)
-        modules = _find_modules(config, tensors, _linear_modules(spec, family), family.prefix, max_rank)
+        modules = _find_modules(config, tensors, _linear_modules(spec, family), family, max_rank)
         # One copy: the digest and the arrays agree even if the file changes.
         stored = {each.name: np.array(each.values()) for module in modules.values() for each in (module.a, module.b)}
         weights = _fill(modules, stored, spec, family, layout, max_rank, jnp.dtype(dtype))
@@ -103,26 +103,23 @@ def _names(weight: Weight, family: Family, layer: int) -> list[str]:
 
 
 def _find_modules(
-    config: LoraConfig, tensors: dict[str, Tensor], sizes: dict[str, tuple[int, int]], prefix: str, max_rank: int
+    config: LoraConfig, tensors: dict[str, Tensor], sizes: dict[str, tuple[int, int]], family: Family, max_rank: int
 ) -> dict[str, _Module]:
     found: dict[str, dict[str, Tensor]] = {}
     names: dict[str, str] = {}
     for tensor in tensors.values():
         match = _NAME.fullmatch(tensor.name)
-        module = match[1].removeprefix(prefix) if match else ""
+        module = _usual(match[1], family, sizes) if match else ""
         if match is None or module not in sizes:
-            raise UserError(
-                f"{WEIGHTS}: tensor {tensor.name:.100} belongs to no matrix of the model's attention or plain "
-                "feed-forward; adapters of experts, embeddings, the head and other modules are not supported."
-            )
+            raise _refusal(tensor.name, family)
         if names.setdefault(module, match[1]) != match[1]:
             raise UserError(f"{WEIGHTS}: module {module} has two names.")
         found.setdefault(module, {})[match[2]] = tensor
-    # Without the output head, names have no prefix.
-    bare = bool(names) and not any(name.startswith(prefix) for name in names.values())
+    # As in the model that was trained: with or without the output head, of any version of transformers.
+    prefix = next((full.removesuffix(module) for module, full in names.items()), family.prefix)
     modules: dict[str, _Module] = {}
     for name, (rows, columns) in sizes.items():
-        full, pair = names.get(name, name if bare else prefix + name), found.get(name, {})
+        full, pair = names.get(name, prefix + name), found.get(name, {})
         if not config.is_targeted(full):
             for tensor in pair.values():
                 raise UserError(f"{WEIGHTS}: tensor {tensor.name} is of a module that {CONFIG} does not name.")
@@ -141,6 +138,24 @@ def _find_modules(
     if not modules:
         raise UserError(f"{CONFIG}: target_modules names no module of the model.")
     return modules
+
+
+def _usual(name: str, family: Family, sizes: dict[str, tuple[int, int]]) -> str:
+    """Return a module's name as in `sizes`, if it matches one; in models without the head the prefix is shorter."""
+    return next((found for own in (name, f"model.{name}") if (found := family.usual(own)) in sizes), name)
+
+
+def _refusal(tensor: str, family: Family) -> UserError:
+    module = re.sub(r"\.lora_.*", "", tensor.removeprefix(_OF_THE_MODEL))
+    if family.images is not None and family.usual(module).startswith(family.heads):
+        return UserError(
+            f"{WEIGHTS}: tensor {tensor:.100} adapts {module:.100}, which reads images or sound; only adapters of the "
+            "decoder are supported: train one with exclude_modules."
+        )
+    return UserError(
+        f"{WEIGHTS}: tensor {tensor:.100} belongs to no matrix of the model's attention or plain feed-forward; "
+        "adapters of experts, embeddings, the head and other modules are not supported."
+    )
 
 
 def _fill(

@@ -46,8 +46,8 @@ class ModelInfo:
         if self.processor is None or self.processor.marks is None:
             return None
         before, after = self.processor.marks
-        texts = [self.tokenizer.backend.id_to_token(token) for token in (before, self.processor.placeholder, after)]
-        if None in texts:
+        texts = [self.tokenizer.token(token) for token in (before, self.processor.placeholder, after)]
+        if not all(texts):
             raise UserError("The tokenizer lacks tokens around images that config.json names.", "tokenizer")
         return texts[0], texts[1], texts[2]
 

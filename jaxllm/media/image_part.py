@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import UnsupportedError
@@ -40,3 +41,28 @@ def refuse_video(kind: Any, path: str, parameter: str) -> None:
 
 def path_of(part: Any, default: str) -> str:
     return part.path if isinstance(part, NamedPart) else default
+
+
+def places_of(messages: Any) -> list[tuple[int, int]]:
+    """Return the indices of messages with an `ImagePart`, and of these parts; `marked_parts` reverses it."""
+    return [
+        (index, at)
+        for index, parts in _contents(messages)
+        for at, part in enumerate(parts)
+        if isinstance(part, ImagePart)
+    ]
+
+
+def marked_parts(messages: Any, places: Sequence[Sequence[int]]) -> Any:
+    """Change parts of messages that came from another process back to `ImagePart`s."""
+    contents = dict(_contents(messages))
+    for index, at in places:
+        contents[index][at] = ImagePart(contents[index][at]["type"])
+    return messages
+
+
+def _contents(messages: Any) -> Iterator[tuple[int, Any]]:
+    for index, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            yield index, content

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxllm.media.image_part import places_of
 from jaxllm.text.confinement import Confinement, Source
 from jaxllm.text.template_shapes import Shape
 from jaxllm.text.tokenizer import Decoding, Piece, Tokenizer
@@ -50,7 +51,8 @@ class ConfinedTemplates(Tokenizer):
         template = self._template_source(chat_template, tools)
         if not self._is_foreign(template):
             return super().encode_chat(messages, tools=tools, chat_template=template, **named)
-        text, ids = self._ask("encode_chat", messages, tools=tools, chat_template=template, **named)
+        own = messages, places_of(messages)  # JSON has no `ImagePart`
+        text, ids = self._ask("encode_chat", *own, tools=tools, chat_template=template, **named)
         return text, ids
 
     def template_shape(self, chosen: str | None, tools: Sequence[Mapping[str, Any]] | None) -> Shape:

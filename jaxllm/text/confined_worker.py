@@ -20,6 +20,7 @@ import msgpack
 
 from jaxllm.errors import UserError
 from jaxllm.limited_process import TOO_MUCH_MEMORY
+from jaxllm.media.image_part import marked_parts
 from jaxllm.text.confinement import LOAD_SECONDS, MOST_KEPT, TOO_DEEP, Source
 from jaxllm.text.tokenizer import Tokenizer, load_tokenizer
 from jaxllm.text.tokenizer_files import digest_of
@@ -121,8 +122,17 @@ def _shape(tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in shape.items()}
 
 
+def _encode_chat(tokenizer: Tokenizer, messages: Any, places: list[list[int]], **named: Any) -> tuple[str, list[int]]:
+    return tokenizer.encode_chat(marked_parts(messages, places), **named)
+
+
 def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if isinstance(value, str | int | None)}
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"identity": _identity, "vocabulary": _vocabulary, "shape": _shape}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "identity": _identity,
+    "vocabulary": _vocabulary,
+    "shape": _shape,
+    "encode_chat": _encode_chat,
+}

@@ -23,24 +23,32 @@ from jaxllm.checkpoints.lora_files import LoraFiles, read_adapter
 from jaxllm.checkpoints.weights import read_config
 from jaxllm.errors import UserError
 from jaxllm.families.families import read_spec
+from tests.support import adapters
+from tests.support.adapters import STEMS, tail
 from tests.support.checkpoints import write_checkpoint
 from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged
 from tests.support.paths import GOLDEN
+from tests.support.sound_models import KINDS, write_sound_model
+from tests.support.vision_models import write_model
 
-CASES = ["grouped", "llama", "qwen2", "gemma2", "gpt2", "phi3", "gpt_neox", "opt", "mixtral", "qwen2-moe"]
-OTHERS = ("experts", "gate.weight", "router", "norm", "shared_expert", "embed")
+MEDIA = ("clip", "qwen2_5_vl", "qwen3_vl", "gemma3", *KINDS)  # read images or sound
+CASES = [*MEDIA, "grouped", "llama", "qwen2", "gemma2", "gpt2", "phi3", "gpt_neox", "opt", "mixtral", "qwen2-moe"]
+OTHERS = ("experts", "gate.", "router", "norm", "shared_expert", "embed")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def modules_of(base: Path) -> dict[str, tuple[int, int]]:
+def modules_of(base: Path, stem: str | None = None) -> dict[str, tuple[int, int]]:
     """Return a checkpoint's adaptable modules, each with its outputs and inputs."""
-    shapes = {name: value.shape for name, value in load_file(base / "model.safetensors").items()}
-    return {
-        name.removesuffix(".weight"): shape[::-1] if ".c_" in name else shape  # GPT-2 stores [in, out]
-        for name, shape in shapes.items()
-        if len(shape) == 2 and re.search(r"\.\d+\.", name) and not any(other in name for other in OTHERS)
-    }
+    found = adapters.modules(base, stem)
+    return {name: shape for name, shape in found.items() if not any(other in f"{name}." for other in OTHERS)}
+
+
+def write_base(folder: Path, case: str) -> Path:
+    """Write the checkpoint of a case that is not in the repository."""
+    if case == "grouped":
+        return write_checkpoint(folder)  # 2 key-value heads, copied on four shards
+    return write_sound_model(folder, case) if case in KINDS else write_model(folder, case)
 
 
 def write(folder: Path, modules: dict[str, tuple[int, int]], fields: dict[str, Any], rank_of: Any = None) -> Path:
@@ -58,9 +66,10 @@ def write(folder: Path, modules: dict[str, tuple[int, int]], fields: dict[str, A
 
 
 def merge(folder: Path, base: Path, adapter: Path, scale_of: Callable[[str], float]) -> Path:
-    tensors, own = load_file(base / "model.safetensors"), load_file(adapter / WEIGHTS)
+    tensors = load_file(base / "model.safetensors")
+    own = {tail(name): values for name, values in load_file(adapter / WEIGHTS).items()}
     for name in modules_of(base):
-        a, b = (own.get(f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
+        a, b = (own.get(f"{tail(name)}.lora_{which}.weight") for which in "AB")
         if a is not None and b is not None:
             delta = scale_of(name) * (b.astype(np.float64) @ a)
             tensors[f"{name}.weight"] = (tensors[f"{name}.weight"] + (delta.T if ".c_" in name else delta)).astype("f4")
@@ -80,10 +89,11 @@ def read(
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_read_is_what_a_merged_checkpoint_has_more_than_its_base(case: str, tmp_path: Path) -> None:
     chance, base = random.Random(case), GOLDEN / case
-    if case == "grouped":
-        base = write_checkpoint(tmp_path / "base")  # 2 key-value heads, copied on four shards
-    modules, kinds = modules_of(base), sorted({name.split(".")[-1] for name in modules_of(base)})
+    if case in (*MEDIA, "grouped"):
+        base = write_base(tmp_path / "base", case)
+    kinds = sorted({name.split(".")[-1] for name in modules_of(base)})
     for number, shards in enumerate((1, 2, 2, 4 if case in ("grouped", "gpt2") else 1)):
+        modules = modules_of(base, STEMS[number] if case in MEDIA else None)
         own, other = chance.sample(kinds, chance.randint(1, len(kinds))), chance.choice(kinds)
         layer, rank, alpha = chance.randrange(2), chance.randint(1, 9), chance.choice([1, 8, 20.5])
         fields = {"r": rank, "lora_alpha": alpha, "use_rslora": chance.random() < 0.5, "target_modules": own}
@@ -131,6 +141,33 @@ def test_the_config_says_which_tensors_there_must_be(fields: dict[str, Any], wan
         else:
             with pytest.raises(UserError, match=r"adapter_config.json|lora_[AB]"):
                 read(folder)
+
+
+TOWERS = {
+    "clip": ("vision_tower.encoder.layers.0.self_attn.q_proj", "multi_modal_projector.linear_1"),
+    "gemma3": ("vision_tower.vision_model.encoder.layers.1.mlp.fc1",),
+    "qwen2_5_vl": ("visual.blocks.0.attn.qkv", "visual.merger.mlp.0"),
+    "qwen3_vl": ("visual.deepstack_merger_list.0.linear_fc1",),
+    "qwen2_audio": ("audio_tower.layers.0.fc1", "multi_modal_projector.linear"),
+    "voxtral": ("audio_tower.layers.1.self_attn.out_proj",),
+}
+
+
+@pytest.mark.parametrize("case", MEDIA)
+def test_modules_that_read_images_or_sound_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    """Test configs that target a tower's modules, which count only if the file has their tensors."""
+    base = write_base(tmp_path / "base", case)
+    for number, stem in enumerate(STEMS):
+        modules = {name: shape for name, shape in modules_of(base, stem).items() if name.endswith("q_proj")}
+        begin = re.escape(stem + "layers.")
+        fields = {"target_modules": rf"{begin}\d\.self_attn\.q_proj|.*(tower|visual|projector).*", "r": 2}
+        plain = write(tmp_path / f"plain {number}", modules, {"target_modules": ["q_proj"], "r": 2})
+        assert read(write(tmp_path / f"{number}", modules, fields), base).digest == read(plain, base).digest
+        for tower in TOWERS[case]:
+            module = ("model." if stem == STEMS[0] else "") + tower
+            folder = write(tmp_path / f"{number} {tower}", modules | {module: (4, 4)}, fields)
+            with pytest.raises(UserError, match=f"adapts {re.escape(module)}, which reads images or sound"):
+                read(folder, base)
 
 
 def test_types_and_the_digest(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,20 @@ import pytest
 from jaxllm import LLM, LoRARequest, RequestOutputKind, SamplingParams, UserError
 from jaxllm.embedded import MODEL_DIR
 from jaxllm.outputs import RequestOutput
-from tests.support.adapters import merge, write_adapter
+from tests.support.adapters import STEMS, merge, write_adapter
 from tests.support.inspection import num_processes
 from tests.support.paths import GOLDEN
+from tests.support.sound_models import KINDS, RATE, sound, write_sound_model
 from tests.support.tokenizer_kinds import build
+from tests.support.vision_models import PLACEHOLDER, around, image, write_model
 
 LONGEST = 60
 SHARED = {"skip_tokenizer_init": True, "precompile": "covering", "max_model_len": LONGEST, "block_size": 4}
 CHUNKED = {"max_num_batched_tokens": 32, "max_num_seqs": 6, "num_kv_blocks": 18}
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
 FAMILIES = ("llama", "qwen2", "gemma2", "gpt2", "phi3")
+MEDIA = ("qwen2_5_vl", "clip", "gemma3", "qwen3_vl", "siglip", *KINDS)  # read images or sound, in half of their prompts
+LONGER = {"max_model_len": 96, "num_kv_blocks": 40}  # for these
 RANKS = (1, 8, 64, 3, 8, 16, 1, 8)
 # Last parts of modules' names; families differ in them.
 TARGETS = (
@@ -48,17 +53,30 @@ ALL_SETTINGS: list[dict[str, Any]] = [
     {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
     {"deterministic": True, "max_loras": 2},
 ]
-Case = tuple[int, tuple[int, ...], SamplingParams]  # adapter number (0: no adapter), prompt, parameters
+MEDIA_SETTINGS: list[tuple[dict[str, Any], Any]] = [
+    ({"max_loras": 1}, pytest.mark.ci),
+    ({"tensor_parallel_size": 2, "max_loras": 2}, pytest.mark.ci),
+]
+Case = tuple[int, dict[str, Any], SamplingParams]  # adapter number (0: no adapter), prompt, parameters
+
+
+@functools.cache
+def base_of(family: str) -> Path:
+    if family not in MEDIA:
+        return GOLDEN / family
+    folder = Path(tempfile.mkdtemp(prefix=f"base-{family}-"))
+    return write_sound_model(folder, family) if family in KINDS else write_model(folder, family)
 
 
 @functools.cache
 def adapters(family: str) -> tuple[Path, list[LoRARequest]]:
     """Write a family's adapters and the models merged from them; return the folder and the requests."""
-    folder = Path(tempfile.mkdtemp(prefix=f"adapters-{family}-"))
+    folder, base = Path(tempfile.mkdtemp(prefix=f"adapters-{family}-")), base_of(family)
     requests = []
     for number, (rank, targets) in enumerate(zip(RANKS, TARGETS, strict=True), 1):
-        written = write_adapter(folder / f"a{number}", GOLDEN / family, rank, targets=targets, seed=number)
-        merge(folder / f"merged{number}", GOLDEN / family, written)
+        stem = STEMS[number % len(STEMS)] if family in MEDIA else None
+        written = write_adapter(folder / f"a{number}", base, rank, targets=targets, seed=number, stem=stem)
+        merge(folder / f"merged{number}", base, written)
         requests.append(LoRARequest(f"a{number}", number, str(written)))
     return folder, requests
 
@@ -72,7 +90,9 @@ def cases(family: str, count: int) -> list[Case]:
     drawn: list[Case] = []
     for number in range(36):
         begin = shared[number % 2][: int(random.choice([0, 8, 17, 32]))]
-        ids = (*begin.tolist(), *random.integers(3, vocabulary, int(random.integers(1, 8))).tolist())
+        end = random.integers(3, vocabulary, int(random.integers(1, 8))).tolist()
+        seeds = random.integers(1, 4, 1) if family in MEDIA and random.random() < 0.6 else ()
+        prompt = with_media(family, begin.tolist(), seeds, end)
         temperature = float(random.choice([0.0, 0.0, 1.0]))
         params = SamplingParams(
             temperature=temperature,
@@ -84,8 +104,17 @@ def cases(family: str, count: int) -> list[Case]:
             ignore_eos=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        drawn.append((number % (count + 1), ids, params))
+        drawn.append((number % (count + 1), prompt, params))
     return drawn
+
+
+def with_media(family: str, begin: list[int], seeds: Iterable[int], end: list[int]) -> dict[str, Any]:
+    """Return a prompt with an image or sound for each seed between two texts."""
+    ids, media = begin, [(sound(seed, 0.5), RATE) if family in KINDS else image(seed) for seed in seeds]
+    for _ in media:
+        ids = [*ids, *around(family)[:1], PLACEHOLDER, *around(family)[1:]]
+    given = {"multi_modal_data": {"audio" if family in KINDS else "image": media}} if media else {}
+    return {"prompt_token_ids": [*ids, *end], **given}
 
 
 @functools.cache
@@ -94,12 +123,13 @@ def expected(family: str, count: int) -> list[RequestOutput]:
     folder, _ = adapters(family)
     outputs: dict[int, RequestOutput] = {}
     for adapter in range(count + 1):
-        model = folder / f"merged{adapter}" if adapter else GOLDEN / family
-        with LLM(str(model), **SHARED, max_num_seqs=2, max_num_batched_tokens=64) as llm:
-            for index, (own, ids, params) in enumerate(cases(family, count)):
+        model = folder / f"merged{adapter}" if adapter else base_of(family)
+        longer = {"max_model_len": LONGER["max_model_len"]} if family in MEDIA else {}
+        with LLM(str(model), **SHARED | longer, max_num_seqs=2, max_num_batched_tokens=64) as llm:
+            for index, (own, prompt, params) in enumerate(cases(family, count)):
                 if own == adapter:
                     llm.reset_prefix_cache()
-                    (outputs[index],) = llm.generate([{"prompt_token_ids": list(ids)}], params, use_tqdm=False)
+                    (outputs[index],) = llm.generate([prompt], params, use_tqdm=False)
     return [outputs[index] for index in range(len(outputs))]
 
 
@@ -126,6 +156,11 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
             for index, family in enumerate(FAMILIES)
             for own in (ALL_SETTINGS if family == "llama" else [ALL_SETTINGS[index % 2]])
         ),
+        *(
+            pytest.param(family, 2, own, marks=marks, id=f"{family} {own}")
+            for family in MEDIA
+            for own, marks in MEDIA_SETTINGS
+        ),
     ],
 )
 def test_each_request_gets_what_its_merged_model_gives_it_alone(
@@ -133,31 +168,64 @@ def test_each_request_gets_what_its_merged_model_gives_it_alone(
 ) -> None:
     _, requests = adapters(family)
     random = np.random.default_rng(7)
-    with LLM(str(GOLDEN / family), **SHARED | CHUNKED | LORA | settings) as llm:
+    longer = LONGER if family in MEDIA else {}
+    with LLM(str(base_of(family)), **SHARED | CHUNKED | LORA | longer | settings) as llm:
         engine = llm.engine
         outputs: dict[str, RequestOutput] = {}
         left = list(enumerate(cases(family, count)))
         while left or engine.has_unfinished_requests():
             for _ in range(int(random.integers(6))):
                 if left:
-                    number, (adapter, ids, params) = left.pop(0)
+                    number, (adapter, prompt, params) = left.pop(0)
                     own = requests[adapter - 1] if adapter else None
-                    engine.add_request(str(number), {"prompt_token_ids": list(ids)}, params, lora_request=own)
+                    engine.add_request(str(number), prompt, params, lora_request=own)
             outputs |= {output.request_id: output for output in engine.step()}
         most = engine.config.max_loras
         assert len(engine.scheduler.state.adapters) <= most and engine.metrics.adapter_loads >= count
         assert engine.metrics.compilations_after_ready == 0
-        assert engine.metrics.preemptions > 0 or settings
+        assert engine.metrics.preemptions > 0 or (settings and not longer)
         if engine.config.tensor_parallel_size > 1:
             programs, layers = engine.runner.programs, engine.runner.setup.spec.num_layers
             for key in programs.covering:
                 if key.part == "forward":  # no more than without adapters
                     assert programs[key].as_text().count(" all-reduce(") == 2 * layers + 1
+        if family in MEDIA:
+            check_equal_media(llm, family, requests)
     for number, due in enumerate(expected(family, count)):
         tokens, logprobs = told(outputs[str(number)])
         due_tokens, due_logprobs = told(due)
         assert tokens == due_tokens, number
         np.testing.assert_allclose(logprobs, due_logprobs, rtol=0, atol=1e-4)
+
+
+def check_equal_media(llm: LLM, family: str, requests: list[LoRARequest]) -> None:
+    """Check that adapters share the embeddings of an image and no blocks, and that one of the tower is refused."""
+    engine, params = llm.engine, SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+    prompt = with_media(family, [5, 6, 7], [9], [9] * 20)
+    found: list[tuple[bool, int]] = []
+    texts: list[list[int]] = []
+    scores: list[float] = []
+
+    def ask(adapter: LoRARequest | None) -> None:
+        before = engine.metrics.images_encoded + engine.metrics.sounds_encoded
+        (output,) = llm.generate([prompt], params, lora_request=adapter, use_tqdm=False)
+        encoded = engine.metrics.images_encoded + engine.metrics.sounds_encoded - before
+        found.append((bool(output.num_cached_tokens), encoded))
+        texts.append(output.outputs[0].token_ids)
+        scores.append(output.outputs[0].cumulative_logprob or 0.0)
+
+    for adapter in (requests[0], requests[0], requests[1], None, None, requests[1]):
+        ask(adapter)
+    assert found == [(False, 1), (True, 0), (False, 0), (False, 0), (True, 0), (True, 0)]
+    assert texts[0] == texts[1] and texts[2] == texts[5] and texts[3] == texts[4]
+    assert min(abs(one - other) for one, other in itertools.combinations((scores[0], *scores[2:4]), 2)) > 1e-3
+    module = {"qwen": "model.visual.blocks.0.attn.qkv"}.get(family[:4], "model.vision_tower.encoder.layers.0.mlp.fc1")
+    module = "audio_tower.layers.0.fc1" if family in KINDS else module
+    folder = write_adapter(Path(tempfile.mkdtemp(prefix="tower-")), {module: (32, 32)})
+    with pytest.raises(UserError, match=f"^adapter 'tower': .*{re.escape(module)}, which reads images or sound"):
+        ask(LoRARequest("tower", 99, str(folder)))
+    ask(requests[0])
+    assert texts[-1] == texts[0]
 
 
 @pytest.mark.ci

@@ -308,8 +308,6 @@ def test_what_images_do_not_go_with_is_refused(llm: LLM, folder: Path) -> None:
         llm.beam_search([with_images(1)], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(UserError, match="truncate_prompt_tokens"):
         llm.generate([with_images(1)], SamplingParams(truncate_prompt_tokens=4), use_tqdm=False)
-    with pytest.raises(UserError, match="enable_lora"):
-        LLM(str(folder), enable_lora=True)
 
 
 @pytest.mark.ci

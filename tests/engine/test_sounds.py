@@ -139,7 +139,7 @@ def test_what_sounds_do_not_go_with_is_refused(llm: LLM) -> None:
     with pytest.raises(UserError, match="truncate_prompt_tokens"):
         llm.generate([asked(1)], SamplingParams(truncate_prompt_tokens=4), use_tqdm=False)
     with pytest.raises(UserError, match="a model with images or sound"):
-        LLM(llm.engine.config.model, enable_lora=True)
+        LLM(llm.engine.config.model, enable_sleep_mode=True)
 
 
 @pytest.mark.ci

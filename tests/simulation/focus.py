@@ -157,7 +157,10 @@ FOCUS = {
     "images": Focus(
         lambda chance: _pictured(chance, whole_images=False),
         {"result_lost": 0.03, "not_finite": 0.03, "abort": 0.05, "reset_cache": 0.03, "allocation_refused": 0.02},
-        ("image_encoded", "image_hit", "image_evicted", "image_cut", "preemption", "drafts_kept"),
+        (
+            *("image_encoded", "image_hit", "image_evicted", "image_cut", "image_of_adapters"),
+            *("preemption", "drafts_kept"),
+        ),
     ),
     # Encoder prompts, equal and different ones, in a pool that holds few, and steps that fail.
     "sources": Focus(

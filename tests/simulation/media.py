@@ -124,6 +124,7 @@ class Encoder:
     def __init__(self, num_units: int, unit: int, budget: int, is_whole: bool) -> None:
         self._num_units, self._unit, self._budget, self._is_whole = num_units, unit, budget, is_whole
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # by number and length
+        self._readers: dict[tuple[int, int], int] = {}  # the adapter of each image's last reader
         self.fired: Counter[str] = Counter()  # events, by name
 
     def begin(self, encodes: Sequence[Encode], running: Iterable[tuple[Sequence[Image], int]]) -> None:
@@ -137,10 +138,10 @@ class Encoder:
             if start < issued < start + length
         }
 
-    def reach(self, request: int, images: Sequence[Image], start: int, length: int) -> int:
+    def reach(self, request: int, images: Sequence[Image], start: int, length: int, adapter: int) -> int:
         """Return the length of a chunk: it ends before an image that cannot be encoded in this plan.
 
-        With whole images it does not end inside one either.
+        With whole images it does not end inside one either. Requests of all adapters share embeddings.
         """
         length = self.shortened(images, start, length)
         for index, (first, size, number) in enumerate(images):
@@ -148,6 +149,9 @@ class Encoder:
             if reads and not self._bring(request, index, (number, size)):
                 self.fired["image_cut"] += 1
                 return max(first - start, 0)
+            if reads:
+                self.fired["image_of_adapters"] += self._readers.get((number, size), adapter) != adapter
+                self._readers[number, size] = adapter
         return length
 
     def shortened(self, images: Sequence[Image], start: int, length: int) -> int:
@@ -181,6 +185,7 @@ class Encoder:
                 evicted.append(other)
         if self._num_free + sum(len(self.held[each]) for each in evicted) < wanted:
             return False
+        self._readers.pop(image, None)
         for other in evicted:
             del self.held[other]
             self.fired["image_evicted"] += 1

@@ -284,7 +284,7 @@ class Reference:
         ):
             if budget and len(chunks) < self.limits.max_step_chunks:
                 length = min(entry.num_prefill - entry.num_computed, budget)
-                length = self.encoder.reach(entry.id, entry.images, entry.num_computed, length)
+                length = self.encoder.reach(entry.id, entry.images, entry.num_computed, length, entry.adapter)
                 if not length:
                     continue
                 length = self._extend(entry, entry.num_computed, length, len(self.running))
@@ -342,7 +342,8 @@ class Reference:
                 self.windows["window_waits"] += 1
                 break
             start = len(hits) * size
-            length = self.encoder.reach(entry.id, entry.images, start, min(entry.num_tokens - start, budget))
+            length = min(entry.num_tokens - start, budget)
+            length = self.encoder.reach(entry.id, entry.images, start, length, entry.adapter)
             if not length:
                 break
             self.waiting.remove(entry)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.errors import EngineError, UserError
+from jaxllm.errors import EngineError, UnsupportedError, UserError
+from jaxllm.media.image_part import ImagePart, VideoPart
 from jaxllm.text import confinement
 from jaxllm.text.confined_tokenizer import ConfinedTemplates, ConfinedTokenizer
 from jaxllm.text.confinement import ConfinedError, Confinement, Source
@@ -89,6 +90,29 @@ def test_a_tokenizer_in_another_process_is_the_same(kind: str, tmp_path: Path, c
             assert outcome(other, method, chat, **named) == outcome(plain, method, chat, **named), method
 
     same()
+
+
+def test_images_of_a_chat_reach_the_other_process(tmp_path: Path, confined: Confinement) -> None:
+    """Test parts that were taken for images, marks around them, and a part that is only spelled like one."""
+    template = "{% for message in messages %}{% for part in message.content %}{{ part.text or '<tool>' }}{% endfor %}\n"
+    template += "{% endfor %}"
+    source = write(tmp_path, build("byte_level"))
+    plain, other = load_tokenizer(tmp_path), tokenizer_of(source, confined, template)
+    plain.chat_templates = {"default": template}
+    words = {"type": "text", "text": "a |"}
+    chat = [
+        {"role": "user", "content": [words, ImagePart(), words]},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": (VideoPart(), words)},
+    ]
+    marks = {"image_marks": ("<tool>", "|", "<|end|>")}
+    found = outcome(plain, "encode_chat", chat, **marks)
+    assert isinstance(found, tuple) and str(found[0]).count("<tool>|<|end|>") == 2
+    assert outcome(other, "encode_chat", chat, **marks) == found
+    spelled = [{"role": "user", "content": [{"type": "image"}]}]
+    refused = outcome(plain, "encode_chat", spelled)
+    assert isinstance(refused, tuple) and refused[0] is UnsupportedError
+    assert outcome(other, "encode_chat", spelled) == refused
 
 
 @pytest.mark.parametrize("attack", ["loop", "multiplied", "grown", "normalizer", "decoder", "vanished"])
