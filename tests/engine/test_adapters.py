@@ -53,10 +53,13 @@ ALL_SETTINGS: list[dict[str, Any]] = [
     {"async_scheduling": False, "enable_prefix_caching": False, "max_loras": 1, "max_cpu_loras": 4},
     {"deterministic": True, "max_loras": 2},
 ]
-MEDIA_SETTINGS: list[tuple[dict[str, Any], Any]] = [
-    ({"max_loras": 1}, pytest.mark.ci),
-    ({"tensor_parallel_size": 2, "max_loras": 2}, pytest.mark.ci),
+MEDIA_SETTINGS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    (MEDIA, {"max_loras": 1}),
+    (MEDIA, {"tensor_parallel_size": 2, "max_loras": 2}),
+    (("clip", "voxtral"), {"pipeline_parallel_size": 2, "max_loras": 2}),
+    (("qwen3_vl", "gemma3"), {"async_scheduling": False, "max_loras": 2}),
 ]
+MEDIA_IN_CI = (("qwen2_5_vl", True), ("clip", False), ("gemma3", False))  # as `IN_CI`
 Case = tuple[int, dict[str, Any], SamplingParams]  # adapter number (0: no adapter), prompt, parameters
 
 
@@ -157,9 +160,17 @@ def told(output: RequestOutput) -> tuple[Any, np.ndarray]:
             for own in (ALL_SETTINGS if family == "llama" else [ALL_SETTINGS[index % 2]])
         ),
         *(
-            pytest.param(family, 2, own, marks=marks, id=f"{family} {own}")
-            for family in MEDIA
-            for own, marks in MEDIA_SETTINGS
+            pytest.param(
+                family,
+                2,
+                own,
+                marks=pytest.mark.ci
+                if own is MEDIA_SETTINGS[(family, True) in MEDIA_IN_CI][1] and family in dict(MEDIA_IN_CI)
+                else pytest.mark.slow,
+                id=f"{family} {own}",
+            )
+            for families, own in MEDIA_SETTINGS
+            for family in families
         ),
     ],
 )

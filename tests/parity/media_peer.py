@@ -37,12 +37,15 @@ class MediaPeer(ABC):
         return found[0, given["input_ids"].shape[1] :].tolist()
 
 
-def check_outputs(llm: LLM, cases: Sequence[tuple[MediaPeer, Any]]) -> None:
-    """Compare a batch of prompts with their peers: greedy tokens, and all log-probabilities of the first token."""
-    prompts = [prompt for _, prompt in cases]
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+def check_outputs(llm: LLM, cases: Sequence[tuple[MediaPeer, Any]], lora_request: Any = None) -> None:
+    """Compare a batch of prompts with their peers: greedy tokens, and all log-probabilities of the first token.
+
+    `lora_request`: the adapter of each prompt.
+    """
+    prompts, own = [prompt for _, prompt in cases], {"lora_request": lora_request, "use_tqdm": False}
+    outputs = llm.generate(prompts, GREEDY, **own)
     assert [[*output.outputs[0].token_ids] for output in outputs] == [peer.greedy(prompt) for peer, prompt in cases]
-    scored = llm.generate(prompts, SCORED, use_tqdm=False)
+    scored = llm.generate(prompts, SCORED, **own)
     for (peer, prompt), output in zip(cases, scored, strict=True):
         logprobs: Any = output.outputs[0].logprobs
         found = np.array([logprobs[0][token].logprob for token in range(llm.engine.model.vocab_size)])

@@ -13,10 +13,17 @@ from jaxllm import LLM, LoRARequest, SamplingParams
 from jaxllm.checkpoints.lora_files import read_adapter
 from jaxllm.checkpoints.weights import read_config
 from jaxllm.embedded import ADAPTERS, MODEL_DIR
+from jaxllm.errors import UserError
 from jaxllm.families.families import read_spec
-from tests.parity import make_golden
+from tests.parity import make_golden, make_images, make_sounds
+from tests.parity.media_peer import MediaPeer, check_outputs
 from tests.support.layouts import layout_of
 from tests.support.lora_deltas import assert_merged
+from tests.support.sizes import SLOTS
+from tests.support.sound_models import KINDS, write_sound_model
+from tests.support.sound_models import prompts as sound_prompts
+from tests.support.vision_models import ANY_SIZE, write_model
+from tests.support.vision_models import prompts as image_prompts
 
 pytestmark = pytest.mark.parity
 
@@ -89,6 +96,51 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
             read = read_adapter(own, spec, family, layout_of(shards), 64, "float32")
             assert read.rank == max([rank, *given.get("rank_pattern", {}).values()])
             assert_merged(read, folder, tmp_path / f"merged-{number}", shards)
+
+
+def _peer(folder: Path, kind: str) -> MediaPeer:
+    return make_sounds.Peer(folder, kind) if kind in KINDS else make_images.Peer(folder)
+
+
+@pytest.mark.parametrize("kind", ("clip", "siglip", "gemma3", *ANY_SIZE, *KINDS))
+def test_adapters_of_models_that_read_images_or_sound_are_those_of_peft(kind, tmp_path):
+    """Test weights, a batch of images or sounds with two adapters and none, and the refusal of a tower's tensors."""
+    import peft
+    import torch
+
+    folder = write_sound_model(tmp_path / "base", kind) if kind in KINDS else write_model(tmp_path / "base", kind)
+    spec, family = read_spec(read_config(folder))
+    peers, requests = [_peer(folder, kind)], [None]
+    tower = ".*(tower|visual|projector).*"
+    for number, settings in enumerate(
+        (
+            {"target_modules": [*ATTENTION, *MLP], "exclude_modules": tower, "rank_pattern": {"up_proj": 3}},
+            {"target_modules": r".*language_model.*\.1\.(self_attn|mlp)\..*_proj"},
+            {"target_modules": "all-linear"},
+        )
+    ):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=4, init_lora_weights=False, **settings)
+        peer, own, merged = _peer(folder, kind), tmp_path / f"a{number}", tmp_path / f"merged-{number}"
+        model = peft.get_peft_model(peer.model, config)
+        model.save_pretrained(own)
+        if number == 2:
+            with pytest.raises(UserError, match=rf"adapts model\.{tower}, which reads images or sound"):
+                read_adapter(own, spec, family, layout_of(1), 64, "float32")
+            continue
+        peer.model = model.merge_and_unload().eval()
+        peer.model.save_pretrained(merged)
+        for shards in (1, 2):
+            assert_merged(read_adapter(own, spec, family, layout_of(shards), 8, "float32"), folder, merged, shards)
+        peers.append(peer)
+        requests.append(LoRARequest(f"a{number}", number + 1, str(own)))
+    prompts = sound_prompts(kind) if kind in KINDS else image_prompts(kind)
+    chosen = [(row + row // len(prompts)) % 3 for row in range(3 * len(prompts))]
+    cases = [(peers[own], prompt) for own, prompt in zip(chosen, prompts * 3, strict=True)]
+    adapters = [requests[own] for own in chosen]
+    limits = {"limit_mm_per_prompt": {"audio": 3} if kind in KINDS else {"image": 4}}
+    with LLM(str(folder), enable_lora=True, max_loras=2, max_logprobs=-1, **limits, **SLOTS) as llm:
+        check_outputs(llm, cases, adapters)
 
 
 @pytest.mark.parametrize("case", ("llama", "qwen2", "gemma2", "gpt2", "phi3"))

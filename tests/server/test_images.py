@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,19 +16,26 @@ from jaxllm.client import Client
 from jaxllm.config import EngineConfig
 from jaxllm.errors import UserError
 from jaxllm_server.shared.options import ServerOptions
+from tests.support.adapters import STEMS, write_adapter
 from tests.support.server_thread import ServerThread
 from tests.support.sizes import SLOTS
-from tests.support.vision_models import image, write_llava
+from tests.support.vision_models import TEMPLATE, image, write_llava
 
 pytestmark = pytest.mark.ci
 MODEL = "llava"
+ADAPTERS = ("plain", "templated")  # the second has a chat template, which runs in another process
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
-    folder = write_llava(tmp_path_factory.mktemp("llava"))
-    config = EngineConfig(model=str(folder), limit_mm_per_prompt={"image": 2}, **SLOTS)
-    site = ServerThread(config, ServerOptions(port=0, grpc_port=0, served_model_name=(MODEL,)))
+    folder, adapters = write_llava(tmp_path_factory.mktemp("llava")), tmp_path_factory.mktemp("adapters")
+    written = [write_adapter(adapters / name, folder, stem=STEMS[0]) for name in ADAPTERS]
+    (written[1] / "tokenizer_config.json").write_text(json.dumps({"chat_template": f"Look. {TEMPLATE}"}))
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
+    config = EngineConfig(model=str(folder), limit_mm_per_prompt={"image": 2}, **lora, **SLOTS)
+    named = tuple(f"{name}={adapters / name}" for name in ADAPTERS)
+    options = ServerOptions(port=0, grpc_port=0, served_model_name=(MODEL,), lora_modules=named)
+    site = ServerThread(config, options)
     yield site
     site.close()
 
@@ -56,10 +64,11 @@ def grpc_chat(site: ServerThread, parts: list[dict[str, Any]]) -> str:
         return client.chat(message(*parts), temperature=0, max_tokens=8).text
 
 
-def chat(site: ServerThread, *urls: Any, text: str = "What is it?") -> tuple[int, Any]:
+def chat(site: ServerThread, *urls: Any, text: str = "What is it?", model: str = MODEL) -> tuple[int, Any]:
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
-    return post(site, "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 8})
+    body = {"messages": messages, "temperature": 0, "max_tokens": 8, "model": model}
+    return post(site, "/v1/chat/completions", body)
 
 
 def test_an_image_gives_the_same_answer_in_every_form(site: ServerThread) -> None:
@@ -91,6 +100,17 @@ def test_an_image_gives_the_same_answer_in_every_form(site: ServerThread) -> Non
         assert grpc_chat(site, asked) == text
     assert site.server.engine.metrics.images_encoded == 2
     assert site.server.engine.metrics.compilations_after_ready == 0
+
+
+def test_adapters_answer_about_an_image_that_is_encoded_once(site: ServerThread) -> None:
+    url, before = f"data:image/png;base64,{stored(7)}", site.server.engine.metrics.images_encoded
+    answers = [chat(site, url, model=name) for name in (MODEL, *ADAPTERS, ADAPTERS[0])]
+    assert [status for status, _ in answers] == [200] * 4, answers
+    texts = [answer["choices"][0]["message"]["content"] for _, answer in answers]
+    assert texts[1] == texts[3] and len({*texts}) == 3
+    base, plain, templated, _ = (answer["usage"]["prompt_tokens"] for _, answer in answers)
+    assert templated > plain == base > 16
+    assert site.server.engine.metrics.images_encoded == before + 1
 
 
 def test_a_tools_result_has_an_image(site: ServerThread) -> None:
