@@ -98,49 +98,65 @@ def test_what_is_read_is_what_peft_merges(base, tmp_path):
             assert_merged(read, folder, tmp_path / f"merged-{number}", shards)
 
 
-def _peer(folder: Path, kind: str) -> MediaPeer:
-    return make_sounds.Peer(folder, kind) if kind in KINDS else make_images.Peer(folder)
+def _write_media(folder: Path, kind: str) -> Path:
+    return write_sound_model(folder, kind) if kind in KINDS else write_model(folder, kind)
 
 
-@pytest.mark.parametrize("kind", ("clip", "siglip", "gemma3", *ANY_SIZE, *KINDS))
-def test_adapters_of_models_that_read_images_or_sound_are_those_of_peft(kind, tmp_path):
-    """Test weights, a batch of images or sounds with two adapters and none, and the refusal of a tower's tensors."""
+def _trained(folder: Path, base: Path, kind: str, number: int, **settings: Any) -> MediaPeer:
+    """Write a random adapter, and return the model with it."""
     import peft
     import torch
 
-    folder = write_sound_model(tmp_path / "base", kind) if kind in KINDS else write_model(tmp_path / "base", kind)
-    spec, family = read_spec(read_config(folder))
-    peers, requests = [_peer(folder, kind)], [None]
-    tower = ".*(tower|visual|projector).*"
-    for number, settings in enumerate(
-        (
-            {"target_modules": [*ATTENTION, *MLP], "exclude_modules": tower, "rank_pattern": {"up_proj": 3}},
-            {"target_modules": r".*language_model.*\.1\.(self_attn|mlp)\..*_proj"},
-            {"target_modules": "all-linear"},
-        )
-    ):
-        torch.manual_seed(number)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=4, init_lora_weights=False, **settings)
-        peer, own, merged = _peer(folder, kind), tmp_path / f"a{number}", tmp_path / f"merged-{number}"
-        model = peft.get_peft_model(peer.model, config)
-        model.save_pretrained(own)
-        if number == 2:
-            with pytest.raises(UserError, match=rf"adapts model\.{tower}, which reads images or sound"):
-                read_adapter(own, spec, family, layout_of(1), 64, "float32")
-            continue
-        peer.model = model.merge_and_unload().eval()
-        peer.model.save_pretrained(merged)
+    torch.manual_seed(number)
+    peer = make_sounds.Peer(base, kind) if kind in KINDS else make_images.Peer(base)
+    given = {"r": 8, "lora_alpha": 4, "init_lora_weights": False, **settings}
+    peer.model = peft.get_peft_model(peer.model, peft.LoraConfig(task_type="CAUSAL_LM", **given))
+    peer.model.save_pretrained(folder)
+    return peer
+
+
+TOWER = ".*(tower|visual|projector).*"
+MEDIA_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"target_modules": [*ATTENTION, *MLP], "exclude_modules": TOWER, "rank_pattern": {"up_proj": 3}},
+    {"target_modules": r".*language_model.*\.1\.(self_attn|mlp)\..*_proj"},
+)
+
+
+@pytest.mark.parametrize("kind", ("clip", "gemma3", *ANY_SIZE, *KINDS))
+def test_adapters_of_models_that_read_images_or_sound_are_those_of_peft(kind, tmp_path):
+    """Test the merged weights, and the refusal of a tower's tensors."""
+    base = _write_media(tmp_path / "base", kind)
+    spec, family = read_spec(read_config(base))
+    for number, settings in enumerate(MEDIA_SETTINGS):
+        own, merged = tmp_path / f"a{number}", tmp_path / f"merged-{number}"
+        _trained(own, base, kind, number, **settings).model.merge_and_unload().save_pretrained(merged)
         for shards in (1, 2):
-            assert_merged(read_adapter(own, spec, family, layout_of(shards), 8, "float32"), folder, merged, shards)
+            assert_merged(read_adapter(own, spec, family, layout_of(shards), 8, "float32"), base, merged, shards)
+    _trained(tmp_path / "all", base, kind, 2, target_modules="all-linear")
+    with pytest.raises(UserError, match=rf"adapts model\.{TOWER}, which reads images or sound"):
+        read_adapter(tmp_path / "all", spec, family, layout_of(1), 8, "float32")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ("qwen2_5_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("clip", "gemma3", "qwen3_vl", *KINDS))),
+)
+def test_adapters_with_images_or_sound_in_one_batch_equal_transformers(kind, tmp_path):
+    """Test each prompt with two adapters and without one."""
+    base = _write_media(tmp_path / "base", kind)
+    peers = [make_sounds.Peer(base, kind) if kind in KINDS else make_images.Peer(base)]
+    requests: list[LoRARequest | None] = [None]
+    for number, settings in enumerate(MEDIA_SETTINGS, 1):
+        peer = _trained(tmp_path / f"a{number}", base, kind, number, **settings)
+        peer.model = peer.model.merge_and_unload().eval()
         peers.append(peer)
-        requests.append(LoRARequest(f"a{number}", number + 1, str(own)))
+        requests.append(LoRARequest(f"a{number}", number, str(tmp_path / f"a{number}")))
     prompts = sound_prompts(kind) if kind in KINDS else image_prompts(kind)
     chosen = [(row + row // len(prompts)) % 3 for row in range(3 * len(prompts))]
     cases = [(peers[own], prompt) for own, prompt in zip(chosen, prompts * 3, strict=True)]
-    adapters = [requests[own] for own in chosen]
     limits = {"limit_mm_per_prompt": {"audio": 3} if kind in KINDS else {"image": 4}}
-    with LLM(str(folder), enable_lora=True, max_loras=2, max_logprobs=-1, **limits, **SLOTS) as llm:
-        check_outputs(llm, cases, adapters)
+    with LLM(str(base), enable_lora=True, max_loras=2, max_logprobs=-1, **limits, **SLOTS) as llm:
+        check_outputs(llm, cases, [requests[own] for own in chosen])
 
 
 @pytest.mark.parametrize("case", ("llama", "qwen2", "gemma2", "gpt2", "phi3"))
