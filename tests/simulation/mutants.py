@@ -561,13 +561,6 @@ HISTORY = [
         focus="images",
     ),
     Mutant(
-        "blocks of an image are shared among adapters",
-        "engine.features.media.Images.claim",
-        'accepted.given = rest | {"prompt_token_ids": found}',
-        'accepted.given, accepted.content = rest | {"prompt_token_ids": found}, b""',
-        focus="images",
-    ),
-    Mutant(
         "a cached prefix ends inside of an image",
         "scheduler.media.cut",
         "num_blocks = segment.start // block_size",
@@ -727,6 +720,13 @@ HISTORY = [
         "self.runner.drop_batches()",
         "pass",
         focus="stages",
+    ),
+    Mutant(
+        "blocks of an image are shared among adapters",
+        "engine.features.media.Images.claim",
+        'accepted.given = rest | {"prompt_token_ids": found}',
+        'accepted.given, accepted.content = rest | {"prompt_token_ids": found}, b""',
+        focus="images",
     ),
 ]
 
