@@ -58,6 +58,7 @@ MEDIA_SETTINGS: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (MEDIA, {"tensor_parallel_size": 2, "max_loras": 2}),
     (("clip", "voxtral"), {"pipeline_parallel_size": 2, "max_loras": 2}),
     (("qwen3_vl", "gemma3"), {"async_scheduling": False, "max_loras": 2}),
+    (("clip", "qwen2_5_vl"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "max_loras": 2}),
 ]
 MEDIA_IN_CI = (("qwen2_5_vl", True), ("gemma3", False))  # as `IN_CI`
 Case = tuple[int, dict[str, Any], SamplingParams]  # adapter number (0: no adapter), prompt, parameters

@@ -303,7 +303,7 @@ def test_a_wrong_prompt_is_refused_and_others_run(llm: LLM, prompt: Any, why: st
     assert tokens(llm.generate([prompts()[0]], GREEDY, use_tqdm=False)) == GOLDEN["clip"]["tokens"][:1]
 
 
-def test_what_images_do_not_go_with_is_refused(llm: LLM, folder: Path) -> None:
+def test_what_images_do_not_go_with_is_refused(llm: LLM) -> None:
     with pytest.raises(UserError, match="beam_width"):
         llm.beam_search([with_images(1)], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(UserError, match="truncate_prompt_tokens"):
