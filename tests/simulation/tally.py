@@ -16,7 +16,15 @@ FOCUSED = (  # reached by the traces of focus.py
     *("late_ended", "late_preempted", "beam_group_readmitted", "burst_10000"),
     *("load_raises", "stale_store", "forgotten_store"),
     *("receive", "receive_late", "received", "received_twice", "received_without_room"),
-    *("disk_awaited", "disk_forgotten", "source_part_hit", "source_waits", "window_preempted", "image_of_adapters"),
+    *(
+        "disk_awaited",
+        "disk_cancelled",
+        "disk_forgotten",
+        "source_part_hit",
+        "source_waits",
+        "window_preempted",
+        "image_of_adapters",
+    ),
 )
 RARE = ("abort_preempted", "disconnect_preempted", "beam_group_preempted")
 
