@@ -124,16 +124,18 @@ async def measure(folder: str, tokens: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2000, help="of each text stream (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=500, help="of each text stream (%(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = asyncio.run(measure(write(Path(folder)), options.tokens))
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}, indent=2))
-    speeds = [figures[f"text tokens/s {name}"] for name in ("alone", "beside texts", "beside images")]
-    print(f"text streams lose {1 - speeds[1] / speeds[0]:.1%} beside {IMAGES} prompts of text")
-    loss = 1 - speeds[2] / speeds[0]
-    print(f"text streams lose {loss:.1%} beside {IMAGES} images")
-    require(loss <= LOSS, "text streams lose too much beside images")
+    alone, beside_texts, beside = (
+        figures[f"text tokens/s {name}"] for name in ("alone", "beside texts", "beside images")
+    )
+    print(f"text streams lose {1 - beside_texts / alone:.1%} beside {IMAGES} prompts of text")
+    print(f"and {1 - beside / alone:.1%} beside {IMAGES} prompts with an image")
+    # A prompt's share of the device depends on how often prompts arrive; an image may add little to it.
+    require(1 - beside / beside_texts <= LOSS, "images cost text streams much more than text of equal length")
     require(not figures["programs compiled after ready"], "programs were compiled after ready")
 
 

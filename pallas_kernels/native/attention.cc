@@ -25,7 +25,7 @@ static inline int64_t up(int64_t value, int64_t step) { return (value + step - 1
 // ---- Products: [R, L] · [L, N] of words, a word being a float, or two bfloat16 which are multiplied and added
 
 template <bool PAIRS>
-static inline void add_product(Floats& to, uint32_t a, Floats b) {
+static inline void add_word(Sixteen& to, uint32_t a, Sixteen b) {
 #ifdef __AVX512BF16__
   if constexpr (PAIRS) {
     to = (Floats)_mm512_dpbf16_ps((__m512)to, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
@@ -34,28 +34,28 @@ static inline void add_product(Floats& to, uint32_t a, Floats b) {
 #endif
   float value;
   std::memcpy(&value, &a, 4);
-  to += value * b;
+  add_product(to, value, b);
 }
 
 template <bool PAIRS, int R, int N>
 void multiply(const uint32_t* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t length, float* to,
               int64_t to_stride, const float* shrink) {
-  Floats sums[R][N] = {};
+  Sixteen sums[R][N] = {};
   if (shrink) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sums[r][n] = load(to + r * to_stride + n * W) * shrink[r];
+      for (int n = 0; n < N; ++n) sums[r][n] = times(sixteen(to + r * to_stride + n * W), shrink[r]);
     }
   }
   for (int64_t at = 0; at < length; ++at) {
-    Floats from[N];
+    Sixteen from[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) from[n] = kept(load(b + at * b_stride + n * W));
+    for (int n = 0; n < N; ++n) from[n] = kept(sixteen(b + at * b_stride + n * W));
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) add_product<PAIRS>(sums[r][n], a[r * a_stride + at], from[n]);
+      for (int n = 0; n < N; ++n) add_word<PAIRS>(sums[r][n], a[r * a_stride + at], from[n]);
     }
   }
 #pragma GCC unroll 8
@@ -100,23 +100,37 @@ void product(int64_t rows, const uint32_t* a, int64_t a_stride, const float* b, 
 
 // ---- Elementary functions, to a few units of the last place
 
-static inline Floats exponential(Floats x) {
-  const Floats most = all(88.0f), least = all(-87.0f);
+// `Vector` has floats; `Bits`, as many words.
+template <class Vector, class Bits>
+static inline Vector exponential_of(Vector x) {
+  const Vector most = 88.0f - Vector{}, least = -87.0f - Vector{};
   x = x > most ? most : x;  // NaN stays
   x = x < least ? least : x;
   // 2^n · 2^f with f within ±1/2; adding 1.5 · 2^23 leaves n in the lowest bits. log 2 in two parts (Cody & Waite).
-  const Floats shifted = x * 1.44269504088896341f + 12582912.0f;
-  const Floats n = shifted - 12582912.0f;
-  Floats f = x - n * 0.693359375f;
+  const Vector shifted = x * 1.44269504088896341f + 12582912.0f;
+  const Vector n = shifted - 12582912.0f;
+  Vector f = x - n * 0.693359375f;
   f = f + n * 2.12194440e-4f;
-  Floats p = all(1.9875691500e-4f);  // Cephes' expf
+  Vector p = 1.9875691500e-4f - Vector{};  // Cephes' expf
   p = p * f + 1.3981999507e-3f;
   p = p * f + 8.3334519073e-3f;
   p = p * f + 4.1665795894e-2f;
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * (f * f) + f + 1.0f;
-  return (Floats)((Words)p + ((Words)shifted << 23));
+  return (Vector)((Bits)p + ((Bits)shifted << 23));
+}
+
+static inline Floats exponential(Floats x) {
+#ifdef __AVX512F__
+  return exponential_of<Floats, Words>(x);
+#else
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef uint32_t EightWords __attribute__((vector_size(32)));
+  union { Floats whole; Eight parts[2]; } made{x};
+  for (Eight& part : made.parts) part = exponential_of<Eight, EightWords>(part);
+  return made.whole;
+#endif
 }
 
 static inline Floats hyperbolic_tangent(Floats x) { return 1.0f - 2.0f / (exponential(x + x) + 1.0f); }

@@ -138,7 +138,70 @@ static inline Floats read(const Float8Wide* from) {
   return halves(made);
 }
 
+// ---- Sums of 16 floats in registers
+
+#ifdef __AVX512F__
+typedef Floats Sixteen;
+template <class T>
+static inline Sixteen sixteen(const T* from) { return read(from); }
+static inline Sixteen sixteen(Floats v) { return v; }
+static inline Floats whole(Sixteen v) { return v; }
+static inline Sixteen times(Sixteen v, float by) { return v * by; }
+static inline void add_product(Sixteen& to, Sixteen a, Sixteen b) { to += a * b; }
+static inline void add_product(Sixteen& to, float a, Sixteen b) { to += a * b; }
+#else
+// Two registers: GCC 12 keeps a `Floats` in memory without AVX-512, where each sum waits for the store of the last.
+struct Sixteen { __m256 low, high; };
+static inline Sixteen sixteen(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+static inline __m256 eight(const Bfloat* from) {
+  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16);
+}
+static inline Sixteen sixteen(const Bfloat* from) { return {eight(from), eight(from + 8)}; }
+static inline __m256 eight(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+static inline Sixteen sixteen(const int8_t* from) { return {eight(from), eight(from + 8)}; }
+static inline Sixteen sixteen(const Float8* from) {  // as `read`
+  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i sizes = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+  const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
+  const __m256i is_nan = _mm256_cmpeq_epi16(sizes, _mm256_set1_epi16(0x7f));
+  const __m256i made = _mm256_or_si256(_mm256_or_si256(signs, _mm256_slli_epi16(sizes, 7)),
+                                       _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+  const __m256 scale = _mm256_set1_ps(256.0f);
+  return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(made)), scale),
+          _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(made, 1)), scale)};
+}
+static inline Sixteen sixteen(const Floats& v) { return sixteen(reinterpret_cast<const float*>(&v)); }
+static inline Floats whole(Sixteen v) {
+  union { Sixteen parts; Floats whole; } made{v};
+  return made.whole;
+}
+static inline Sixteen times(Sixteen v, float by) { return {v.low * by, v.high * by}; }
+static inline void add_product(Sixteen& to, Sixteen a, Sixteen b) {
+  to.low += a.low * b.low;
+  to.high += a.high * b.high;
+}
+static inline void add_product(Sixteen& to, float a, Sixteen b) {
+  to.low += a * b.low;
+  to.high += a * b.high;
+}
+static inline void store(float* to, Sixteen v) {
+  _mm256_storeu_ps(to, v.low);
+  _mm256_storeu_ps(to + 8, v.high);
+}
+#endif
+
 // The first `count` of 16 numbers; zeros stand for the others.
+template <class T>
+static inline Sixteen some_of(const T* from, int64_t count) {
+  T some[W] = {};
+  std::memcpy(some, from, count * sizeof(T));
+  return sixteen(some);
+}
+
+// The same as `Floats`.
 template <class T>
 static inline Floats read_some(const T* from, int64_t count) {
   T some[W] = {};

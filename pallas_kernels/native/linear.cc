@@ -9,7 +9,7 @@ namespace {
 #ifdef __AVX512F__
 constexpr int MOST_ROWS = 6, TILE = 4;  // 24 sums, 4 pieces of the weight and one of x in 32 registers
 #else
-constexpr int MOST_ROWS = 3, TILE = 1;  // vectors are two registers, of 16
+constexpr int MOST_ROWS = 3, TILE = 2;  // vectors are two registers, of 16
 #endif
 constexpr int64_t CHUNK = 128 << 10;  // bytes of the weight that a thread takes at once
 constexpr int64_t SMALL = 64 << 10;   // below this, to wake another thread costs more than it saves
@@ -46,17 +46,17 @@ template <class T>
 struct Plain {
   static constexpr int64_t STEP = W, BYTES = STEP * sizeof(T);
   using X = float;
-  using Sum = Floats;
-  using Piece = Floats;
-  using Input = Floats;
+  using Sum = Sixteen;
+  using Piece = Sixteen;
+  using Input = Sixteen;
   using Own = Nothing;
   struct Group { const T* data; };
   static Group group(const Weight& weight, int64_t row, int64_t) { return {weight.row<T>(row)}; }
-  static Piece piece(const Group& group, int64_t at) { return read(group.data + at); }
-  static Piece last(const Group& group, int64_t at, int64_t count) { return read_some(group.data + at, count); }
-  static Input input(const X* x) { return kept(load(x)); }
-  static void add(Sum& to, Piece piece, Input x) { to += piece * x; }
-  static float finish(const Sum& total, Nothing) { return sum(total); }
+  static Piece piece(const Group& group, int64_t at) { return sixteen(group.data + at); }
+  static Piece last(const Group& group, int64_t at, int64_t count) { return some_of(group.data + at, count); }
+  static Input input(const X* x) { return kept(sixteen(x)); }
+  static void add(Sum& to, Piece piece, Input x) { add_product(to, piece, x); }
+  static float finish(const Sum& total, Nothing) { return sum(whole(total)); }
 };
 
 #ifdef __AVX512BF16__
@@ -82,60 +82,87 @@ using Pairs = Plain<Bfloat>;
 #endif
 
 // Numbers of 8 bits with groups: (number - zero) * scale in float32, rounded where x is bfloat16.
+#ifdef __AVX512F__
+template <bool ROUNDS>
+static inline Sixteen scaled(Sixteen numbers, float zero, float scale) {
+  const Floats value = (numbers - zero) * scale;
+  return ROUNDS ? rounded(value) : value;
+}
+#else
+template <bool ROUNDS>
+static inline __m256 scaled(__m256 numbers, float zero, float scale) {
+  const __m256 value = (numbers - zero) * scale;
+  if (!ROUNDS) return value;
+  const __m256i bits = (__m256i)value, lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i near = _mm256_and_si256(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), lowest),
+                                        _mm256_set1_epi32(0xffff0000));
+  return _mm256_blendv_ps((__m256)near, value, _mm256_cmp_ps(value, value, _CMP_UNORD_Q));  // NaN stays NaN
+}
+template <bool ROUNDS>
+static inline Sixteen scaled(Sixteen numbers, float zero, float scale) {
+  return {scaled<ROUNDS>(numbers.low, zero, scale), scaled<ROUNDS>(numbers.high, zero, scale)};
+}
+#endif
 template <class T, bool ROUNDS>
 struct Scaled : Plain<T> {
-  struct Group { const T* data; Floats zero, scale; };
+  struct Group { const T* data; float zero, scale; };
   static Group group(const Weight& weight, int64_t row, int64_t g) {
-    return {weight.row<T>(row), all(weight.zero(row, g)), all(weight.scale(row, g))};
+    return {weight.row<T>(row), weight.zero(row, g), weight.scale(row, g)};
   }
-  static Floats made(Floats numbers, const Group& group) {
-    Floats value = (numbers - group.zero) * group.scale;
-    return ROUNDS ? rounded(value) : value;
+  static Sixteen piece(const Group& group, int64_t at) {
+    return scaled<ROUNDS>(sixteen(group.data + at), group.zero, group.scale);
   }
-  static Floats piece(const Group& group, int64_t at) { return made(read(group.data + at), group); }
-  static Floats last(const Group& group, int64_t at, int64_t count) {
-    return made(read_some(group.data + at, count), group);  // times zeros in x, but not NaN: number 0 is finite
+  static Sixteen last(const Group& group, int64_t at, int64_t count) {
+    // Times zeros in x, but not NaN: number 0 is finite.
+    return scaled<ROUNDS>(some_of(group.data + at, count), group.zero, group.scale);
   }
 };
 
 // Numbers of 4 bits, of which there are 16: a group's floats are a table, made once for all its columns.
 constexpr Floats INT4 = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 constexpr Floats FLOAT4 = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
-struct Two { Floats even, odd; };
+struct Two { Sixteen even, odd; };
 
 template <bool IS_FLOAT>
 struct Table {
   static constexpr int64_t STEP = 2 * W, BYTES = 16;
   using X = float;  // of every 32 columns first the even ones
-  using Sum = Floats;
+  using Sum = Sixteen;
   using Piece = Two;
   using Input = Two;
   using Own = Nothing;
-  struct Group { const uint8_t* data; Floats table; };
+  struct Group { const uint8_t* data; Sixteen table; };
   static Group group(const Weight& weight, int64_t row, int64_t g) {
     Floats made = ((IS_FLOAT ? FLOAT4 : INT4) - weight.zero(row, g)) * weight.scale(row, g);
-    return {weight.row<uint8_t>(row), weight.rounds ? rounded(made) : made};
+    return {weight.row<uint8_t>(row), sixteen(weight.rounds ? rounded(made) : made)};
   }
-  static Floats look_up(const Floats& table, Words at) {
 #ifdef __AVX512F__
+  static Floats look_up(const Floats& table, Words at) {
     return (Floats)_mm512_permutexvar_ps((__m512i)at, (__m512)table);  // by the lowest four bits
-#else
-    Floats made;
-    for (int64_t n = 0; n < W; ++n) made[n] = table[at[n] & 15];
-    return made;
-#endif
   }
   static Piece piece(const Group& group, int64_t at) {
     const Words pairs = widened(group.data + at / 2);
     return {look_up(group.table, pairs), look_up(group.table, pairs >> 4)};
   }
-  static Piece last(const Group& group, int64_t at, int64_t) { return piece(group, at); }  // groups are whole steps
-  static Input input(const X* x) { return {kept(load(x)), kept(load(x + W))}; }
-  static void add(Sum& to, const Piece& piece, const Input& x) {
-    to += piece.even * x.even;
-    to += piece.odd * x.odd;
+#else
+  static __m256 look_up(const Sixteen& table, __m256i at) {  // by the lowest three bits, and the fourth
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, at), _mm256_permutevar8x32_ps(table.high, at),
+                            (__m256)_mm256_slli_epi32(at, 28));
   }
-  static float finish(const Sum& total, Nothing) { return sum(total); }
+  static Piece piece(const Group& group, int64_t at) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group.data + at / 2));
+    const __m256i low = _mm256_cvtepu8_epi32(bytes), high = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+    return {{look_up(group.table, low), look_up(group.table, high)},
+            {look_up(group.table, _mm256_srli_epi32(low, 4)), look_up(group.table, _mm256_srli_epi32(high, 4))}};
+  }
+#endif
+  static Piece last(const Group& group, int64_t at, int64_t) { return piece(group, at); }  // groups are whole steps
+  static Input input(const X* x) { return {kept(sixteen(x)), kept(sixteen(x + W))}; }
+  static void add(Sum& to, const Piece& piece, const Input& x) {
+    add_product(to, piece.even, x.even);
+    add_product(to, piece.odd, x.odd);
+  }
+  static float finish(const Sum& total, Nothing) { return sum(whole(total)); }
 };
 
 // Both of 8 bits: exact sums of integers.

@@ -19,12 +19,15 @@ from pallas_kernels.native import build
 # Most rows by weight type. Speedup over XLA with 2, 16, 32 and 64 rows, 12 layers of the 0.5B shape, two Zen 4 cores:
 # bfloat16 2.0, 1.9, 1.6, 1.2; rounded rows 1.9, 1.5, 1.2, 0.9; float32 1.2, 1.0, 1.0, 0.9; 8-bit floats 5.5 (one row),
 # 1.9, 1.15, 0.65.
-_HAS_BFLOAT16 = "avx512_bf16" in build.processor()
-MOST_ROWS = (
-    {"float32": 28, "bfloat16": 64, "quantized": 32}
-    if _HAS_BFLOAT16
-    else {"float32": 9, "bfloat16": 16, "quantized": 16}
-)
+_FLAGS = build.processor()
+if "avx512_bf16" in _FLAGS:
+    MOST_ROWS = {"float32": 28, "bfloat16": 64, "quantized": 32}
+elif "avx512f" in _FLAGS:
+    MOST_ROWS = {"float32": 9, "bfloat16": 16, "quantized": 16}
+else:
+    # Two Zen 3 cores, 2, 8 and 16 rows: bfloat16 2.8, 1.9, 1.2; rounded rows 1.8, 1.0, 0.9; int8 in groups 14, 5, 3.7;
+    # float32 0.9, 0.6, 1.0.
+    MOST_ROWS = {"float32": 0, "bfloat16": 16, "quantized": 16}
 _KINDS = {"float": 0, "int8": 1, "float8": 2, "int4": 3, "float4": 4}
 _ROUNDED = 5
 _TYPES = {"float": None, "int8": "int8", "float8": "float8_e4m3fn", "int4": "uint8", "float4": "uint8"}
