@@ -178,7 +178,7 @@ $(FUZZ_VENV)/.fuzz: pyproject.toml
 
 $(CLIENTS_VENV)/.clients: pyproject.toml tests/clients/requirements.txt
 	$(PYTHON) -m venv --upgrade-deps $(CLIENTS_VENV)
-	$(PIP_QUIET) $(CLIENTS_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server]" -r tests/clients/requirements.txt
+	$(PIP_QUIET) $(CLIENTS_VENV)/bin/python $(PIP_INSTALL) $(EDITABLE) -e ".[server,media]" -r tests/clients/requirements.txt
 	touch $@
 
 $(AIPERF_VENV)/.aiperf: tests/clients/requirements-aiperf.txt

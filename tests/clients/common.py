@@ -28,6 +28,8 @@ SUM_MESSAGES: Any = [{"role": "user", "content": SUM}]
 ASKED = "Ada is 36 years old."
 MESSAGES: Any = [{"role": "user", "content": ASKED}]
 Call = tuple[str, dict[str, Any]]  # (tool, arguments)
+PICTURED = "jaxllm-shapes"
+COLOUR, COLOUR_ANSWER = "What colour is the square?", "It is red."
 TEXTS = ["Who keeps bees?", "Paris is the capital of France", "a dog barks"]
 
 

@@ -6,6 +6,7 @@ committed table are collected.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 
 from tests.clients import table
-from tests.clients.common import EMBEDDER, KNOWN_NAME, MODEL, NODE, TEXTS, Site, post
+from tests.clients.common import EMBEDDER, KNOWN_NAME, MODEL, NODE, PICTURED, TEXTS, Site, post
 from tests.support import tool_loop
 from tests.support.paths import ROOT
 from tests.support.serving_process import ServingProcess
 from tests.support.sizes import SLOTS, flags
+from training.scenes import Item, render
 
 # Otherwise it requests prices from another host on import.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -103,6 +105,22 @@ def closing(long_site: Site) -> dict[str, int]:
     for text in ('"', "}"):
         ids |= set(post(f"{long_site.http}/tokenize", prompt=text)["tokens"])
     return {str(token): 100 for token in ids}
+
+
+@pytest.fixture(scope="session")
+def pictured() -> Iterator[Site]:
+    """A server with the shipped model that answers questions about pictures."""
+    with ServingProcess(PICTURED, *flags(SLOTS)) as server:
+        yield Site(server.http, server.grpc, PICTURED)
+
+
+@pytest.fixture(scope="session")
+def picture() -> bytes:
+    """The PNG of a picture to which `COLOUR` is a question."""
+    buffer = io.BytesIO()
+    items = (Item("red", "square", 0.5, 0.83, 0.11), Item("blue", "circle", 0.8, 0.5, 0.12))
+    render(items, np.random.default_rng(0)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,7 @@ FEATURES: dict[str, str] = {
     "test_messages": "Messages",
 }
 # Required by the tests, not clients.
-HELPERS = frozenset({"faiss-cpu", "beartype", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
+HELPERS = frozenset({"faiss-cpu", "beartype", "safetensors", "pytest", "npm:@grpc/proto-loader", "npm:zod"})
 
 
 def feature_of(test: str) -> str:

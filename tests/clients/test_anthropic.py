@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,19 @@ import anthropic
 import pydantic
 import pytest
 
-from tests.clients.common import ANSWER, KEY, MESSAGES, SUM_MESSAGES, Call, Person, Site, check_tools, is_person
+from tests.clients.common import (
+    ANSWER,
+    COLOUR,
+    COLOUR_ANSWER,
+    KEY,
+    MESSAGES,
+    SUM_MESSAGES,
+    Call,
+    Person,
+    Site,
+    check_tools,
+    is_person,
+)
 from tests.support import tool_loop
 from tests.support.failures import eventually
 from tests.support.fake_serving import http_server
@@ -175,3 +188,12 @@ def test_messages_of_200_conversations() -> None:
                 next(iter(stream))  # then the client disconnects
         eventually(lambda: serving.num_live == 0, seconds=3.0)
         assert len(serving.calls) >= 3 * 200
+
+
+def test_messages_about_a_picture(pictured: Site, picture: bytes) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(picture).decode()}
+    parts: Any = [{"type": "image", "source": source}, {"type": "text", "text": COLOUR}]
+    messages: Any = [{"role": "user", "content": parts}]
+    with anthropic.Anthropic(base_url=pictured.http, api_key=KEY, max_retries=0) as client:
+        answer = client.messages.create(model=pictured.model, max_tokens=16, messages=messages, extra_body=GREEDY)
+    assert answer.content[0].text == COLOUR_ANSWER

@@ -8,7 +8,20 @@ import numpy as np
 import ollama
 import pytest
 
-from tests.clients.common import ANSWER, MESSAGES, SUM, SUM_MESSAGES, TEXTS, Call, Person, Site, check_tools, is_person
+from tests.clients.common import (
+    ANSWER,
+    COLOUR,
+    COLOUR_ANSWER,
+    MESSAGES,
+    SUM,
+    SUM_MESSAGES,
+    TEXTS,
+    Call,
+    Person,
+    Site,
+    check_tools,
+    is_person,
+)
 from tests.support import tool_loop
 
 GREEDY = {"temperature": 0}
@@ -71,3 +84,10 @@ def test_structured_output(client: ollama.Client, site: Site) -> None:
 def test_embeddings(embedder: Site, embeddings: Any) -> None:
     found = ollama.Client(embedder.http).embed(embedder.model, TEXTS).embeddings
     assert np.allclose(found, embeddings, atol=1e-6)
+
+
+def test_chat_about_a_picture(pictured: Site, picture: bytes) -> None:
+    client = ollama.Client(pictured.http)
+    messages = [{"role": "user", "content": COLOUR, "images": [picture]}]
+    assert client.chat(pictured.model, messages, options=GREEDY).message.content == COLOUR_ANSWER
+    assert client.generate(pictured.model, COLOUR, images=[picture], options=GREEDY).response == COLOUR_ANSWER

@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
+from jaxllm.embedded import SPEECH_DIR
 from tests.clients.common import (
     ANSWER,
+    COLOUR,
+    COLOUR_ANSWER,
     EMBEDDER,
     KEY,
     MESSAGES,
@@ -25,7 +29,9 @@ from tests.clients.common import (
     check_tools,
     is_person,
 )
-from tests.support import tool_loop
+from tests.support import sound_models, tool_loop
+from tests.support.serving_process import ServingProcess
+from tests.support.sizes import SLOTS, flags
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +184,46 @@ def test_responses_call_tools(client: openai.OpenAI, tools_site: Site, streams: 
         return made, answer.output_text
 
     check_tools(ask)
+
+
+def test_chat_about_a_picture(pictured: Site, picture: bytes) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": COLOUR}]
+    items: Any = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": COLOUR}]
+    with openai.OpenAI(base_url=pictured.api, api_key=KEY, max_retries=0) as client:
+        asked: Any = {"model": pictured.model, "messages": [{"role": "user", "content": parts}], "temperature": 0}
+        assert client.chat.completions.create(**asked).choices[0].message.content == COLOUR_ANSWER
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == COLOUR_ANSWER
+        own: Any = [{"role": "user", "content": items}]
+        answer = client.responses.create(model=pictured.model, input=own, temperature=0)
+        assert answer.output_text == COLOUR_ANSWER
+
+
+def test_chat_written_from_a_recording() -> None:
+    with (
+        ServingProcess("jaxllm-speech", *flags(SLOTS)) as server,
+        openai.OpenAI(base_url=f"{server.http}/v1", api_key=KEY, max_retries=0) as client,
+        (SPEECH_DIR / "example.wav").open("rb") as file,
+    ):
+        found = client.audio.transcriptions.create(model="jaxllm-speech", file=file)
+    assert found.text == "set the alarm for two thirty on thursday switch off the fan in the bedroom"
+
+
+def test_chat_about_a_sound(tmp_path: Path) -> None:
+    """Test recordings with a random model: equal ones get equal answers, others another."""
+    folder = sound_models.write_sound_model(tmp_path)
+    with (
+        ServingProcess(str(folder), *flags(SLOTS)) as server,
+        openai.OpenAI(base_url=f"{server.http}/v1", api_key=KEY, max_retries=0) as client,
+    ):
+        (model,) = client.models.list().data
+
+        def ask(seed: int) -> str | None:
+            data = base64.b64encode(sound_models.wav(seed)).decode()
+            part: Any = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+            messages: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+            answer = client.chat.completions.create(model=model.id, messages=messages, temperature=0, max_tokens=8)
+            return answer.choices[0].message.content
+
+        assert ask(3) == ask(3) != ask(4)
