@@ -174,8 +174,8 @@ void floats(const Cache& cache, int64_t vector, int64_t width, float* to) {
   const T* data = static_cast<const T*>(cache.data) + vector * cache.size;
   const float scale = cache.scales ? cache.scales[vector] : 1.0f;
   int64_t d = 0;
-  for (; d + W <= width; d += W) store(to + d, read(data + d) * scale);
-  if (d < width) store(to + d, read_some(data + d, width - d) * scale);
+  for (; d + W <= width; d += W) store(to + d, times(sixteen(data + d), scale));
+  if (d < width) store(to + d, times(some_of(data + d, width - d), scale));
 }
 
 // Keys as words [C or C / 2, S], turned.

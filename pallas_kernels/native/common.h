@@ -1,7 +1,8 @@
 // What the native kernels share: vectors of 16 floats, numbers of few bits as floats, and loops over XLA's threads.
 //
-// Vectors are those of GCC and Clang: a processor without 512-bit registers takes them in parts, with the same order of
-// sums. Intrinsics stand only where a compiler does not find the instruction by itself.
+// `Floats` is a vector of GCC and Clang, which a processor without 512-bit registers takes in parts. Where speed counts,
+// the kernels have `Sixteen`, with the same order of sums. Intrinsics stand only where a compiler does not find the
+// instruction by itself.
 #pragma once
 
 #include <immintrin.h>
@@ -37,16 +38,13 @@ static inline Vector kept(Vector v) {
 }
 static inline void store(float* to, Floats values) { *reinterpret_cast<LooseFloats*>(to) = values; }
 static inline Floats all(float value) { return value - Floats{}; }
-static inline Words join(__m256i lower, __m256i upper) {
-  union { __m256i parts[2]; Words whole; } made{{lower, upper}};
-  return made.whole;
-}
 static inline Ints nearest(Floats v) {  // whole numbers, of two the even one
 #ifdef __AVX512F__
   return (Ints)_mm512_cvtps_epi32((__m512)v);
 #else
   union { Floats whole; __m256 parts[2]; } f{v};
-  return (Ints)join(_mm256_cvtps_epi32(f.parts[0]), _mm256_cvtps_epi32(f.parts[1]));
+  union { __m256i parts[2]; Ints whole; } made{{_mm256_cvtps_epi32(f.parts[0]), _mm256_cvtps_epi32(f.parts[1])}};
+  return made.whole;
 #endif
 }
 static inline Floats larger(Floats a, Floats b) {  // b where one is NaN
@@ -75,106 +73,23 @@ static inline float sum(Floats v) {
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-// ---- Numbers in memory, 16 at a time
-
-typedef uint16_t Bfloat;  // the bits of a bfloat16
-struct Float8 { uint8_t bits; };  // e4m3fn
-struct Float8Wide { uint8_t bits; };  // e5m2
-struct Half { uint16_t bits; };
-
-// Written out, because GCC 12 takes `__builtin_convertvector` between these apart, 10 times slower.
-static inline Words widened(const uint8_t* from) {
-  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-#ifdef __AVX512F__
-  return (Words)_mm512_cvtepu8_epi32(narrow);
-#else
-  return join(_mm256_cvtepu8_epi32(narrow), _mm256_cvtepu8_epi32(_mm_srli_si128(narrow, 8)));
-#endif
-}
-static inline Words widened(const uint16_t* from) {
-  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-#ifdef __AVX512F__
-  return (Words)_mm512_cvtepu16_epi32(narrow);
-#else
-  return join(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(narrow)),
-              _mm256_cvtepu16_epi32(_mm256_extracti128_si256(narrow, 1)));
-#endif
-}
-
-static inline Floats read(const float* from) { return load(from); }
-static inline Floats read(const Bfloat* from) { return (Floats)(widened(from) << 16); }
-static inline Floats read(const int8_t* from) {
-  const Ints shifted = (Ints)(widened(reinterpret_cast<const uint8_t*>(from)) << 24);
-  return __builtin_convertvector(shifted >> 24, Floats);
-}
-static inline Floats halves(const uint16_t* from) {
-  // The conversion of halves is not touched by what is set for denormal numbers.
-#ifdef __AVX512F__
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#else
-  const __m128i* parts = reinterpret_cast<const __m128i*>(from);
-  return (Floats)join((__m256i)_mm256_cvtph_ps(_mm_loadu_si128(parts)),
-                      (__m256i)_mm256_cvtph_ps(_mm_loadu_si128(parts + 1)));
-#endif
-}
-static inline Floats read(const Half* from) { return halves(&from->bits); }
-static inline Floats read(const Float8* from) {
-  // The bits of e4m3 moved to their places in a half, whose exponents are 8 higher: exact, times 2^8.
-  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m256i sizes = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
-  const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
-  const __m256i is_nan = _mm256_cmpeq_epi16(sizes, _mm256_set1_epi16(0x7f));
-  uint16_t made[W];
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(made),
-                      _mm256_or_si256(_mm256_or_si256(signs, _mm256_slli_epi16(sizes, 7)),
-                                      _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00))));
-  return halves(made) * 256.0f;
-}
-static inline Floats read(const Float8Wide* from) {
-  uint16_t made[W];
-  _mm256_storeu_si256(
-      reinterpret_cast<__m256i*>(made),
-      _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 8));
-  return halves(made);
-}
-
-// ---- Sums of 16 floats in registers
+// ---- Sixteen floats in registers
 
 #ifdef __AVX512F__
 typedef Floats Sixteen;
-template <class T>
-static inline Sixteen sixteen(const T* from) { return read(from); }
-static inline Sixteen sixteen(Floats v) { return v; }
-static inline Floats whole(Sixteen v) { return v; }
+static inline Sixteen sixteen(const Floats& v) { return v; }
+static inline Floats whole(const Sixteen& v) { return v; }
 static inline Sixteen times(Sixteen v, float by) { return v * by; }
 static inline void add_product(Sixteen& to, Sixteen a, Sixteen b) { to += a * b; }
 static inline void add_product(Sixteen& to, float a, Sixteen b) { to += a * b; }
 #else
-// Two registers: GCC 12 keeps a `Floats` in memory without AVX-512, where each sum waits for the store of the last.
+// GCC 12 keeps a `Floats` in memory without AVX-512, where each sum waits for the store of the last one.
 struct Sixteen { __m256 low, high; };
-static inline Sixteen sixteen(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-static inline __m256 eight(const Bfloat* from) {
-  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16);
+static inline Sixteen sixteen(const Floats& v) {
+  union { Floats whole; Sixteen parts; } made{v};
+  return made.parts;
 }
-static inline Sixteen sixteen(const Bfloat* from) { return {eight(from), eight(from + 8)}; }
-static inline __m256 eight(const int8_t* from) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-}
-static inline Sixteen sixteen(const int8_t* from) { return {eight(from), eight(from + 8)}; }
-static inline Sixteen sixteen(const Float8* from) {  // as `read`
-  const __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  const __m256i sizes = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
-  const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
-  const __m256i is_nan = _mm256_cmpeq_epi16(sizes, _mm256_set1_epi16(0x7f));
-  const __m256i made = _mm256_or_si256(_mm256_or_si256(signs, _mm256_slli_epi16(sizes, 7)),
-                                       _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
-  const __m256 scale = _mm256_set1_ps(256.0f);
-  return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(made)), scale),
-          _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(made, 1)), scale)};
-}
-static inline Sixteen sixteen(const Floats& v) { return sixteen(reinterpret_cast<const float*>(&v)); }
-static inline Floats whole(Sixteen v) {
+static inline Floats whole(const Sixteen& v) {
   union { Sixteen parts; Floats whole; } made{v};
   return made.whole;
 }
@@ -193,20 +108,63 @@ static inline void store(float* to, Sixteen v) {
 }
 #endif
 
+// ---- Numbers in memory, 16 at a time
+
+typedef uint16_t Bfloat;  // the bits of a bfloat16
+struct Float8 { uint8_t bits; };  // e4m3fn
+struct Float8Wide { uint8_t bits; };  // e5m2
+struct Half { uint16_t bits; };
+
+// Written out, because GCC 12 takes `__builtin_convertvector` between these apart, 10 times slower.
+static inline __m128i bytes(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+static inline __m256i pairs(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+
+// The conversion of halves is not touched by what is set for denormal numbers.
+#ifdef __AVX512F__
+static inline Sixteen sixteen(const float* from) { return load(from); }
+static inline Sixteen sixteen(const Bfloat* from) {
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(pairs(from)), 16);
+}
+static inline Sixteen sixteen(const int8_t* from) {
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(from)));
+}
+static inline Sixteen halves(__m256i bits) { return (Floats)_mm512_cvtph_ps(bits); }
+#else
+static inline Sixteen sixteen(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+static inline Sixteen sixteen(const Bfloat* from) {
+  return {(__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bytes(from)), 16),
+          (__m256)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bytes(from + 8)), 16)};
+}
+static inline Sixteen sixteen(const int8_t* from) {
+  const __m128i all = bytes(from);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+}
+static inline Sixteen halves(__m256i bits) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
+}
+#endif
+static inline Sixteen sixteen(const Half* from) { return halves(pairs(from)); }
+static inline Sixteen sixteen(const Float8* from) {
+  // The bits of e4m3 moved to their places in a half, whose exponents are 8 higher: exact, times 2^8.
+  const __m256i bits = _mm256_cvtepu8_epi16(bytes(from));
+  const __m256i sizes = _mm256_and_si256(bits, _mm256_set1_epi16(0x7f));
+  const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x80)), 8);
+  const __m256i is_nan = _mm256_cmpeq_epi16(sizes, _mm256_set1_epi16(0x7f));
+  const __m256i made = _mm256_or_si256(_mm256_or_si256(signs, _mm256_slli_epi16(sizes, 7)),
+                                       _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+  return times(halves(made), 256.0f);
+}
+static inline Sixteen sixteen(const Float8Wide* from) {
+  return halves(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes(from)), 8));
+}
+
 // The first `count` of 16 numbers; zeros stand for the others.
 template <class T>
 static inline Sixteen some_of(const T* from, int64_t count) {
   T some[W] = {};
   std::memcpy(some, from, count * sizeof(T));
   return sixteen(some);
-}
-
-// The same as `Floats`.
-template <class T>
-static inline Floats read_some(const T* from, int64_t count) {
-  T some[W] = {};
-  std::memcpy(some, from, count * sizeof(T));
-  return read(some);
 }
 
 // Round to the nearest bfloat16, as floats; NaN stays NaN.

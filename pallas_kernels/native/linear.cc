@@ -141,8 +141,8 @@ struct Table {
     return (Floats)_mm512_permutexvar_ps((__m512i)at, (__m512)table);  // by the lowest four bits
   }
   static Piece piece(const Group& group, int64_t at) {
-    const Words pairs = widened(group.data + at / 2);
-    return {look_up(group.table, pairs), look_up(group.table, pairs >> 4)};
+    const Words two = (Words)_mm512_cvtepu8_epi32(bytes(group.data + at / 2));
+    return {look_up(group.table, two), look_up(group.table, two >> 4)};
   }
 #else
   static __m256 look_up(const Sixteen& table, __m256i at) {  // by the lowest three bits, and the fourth
@@ -150,8 +150,8 @@ struct Table {
                             (__m256)_mm256_slli_epi32(at, 28));
   }
   static Piece piece(const Group& group, int64_t at) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(group.data + at / 2));
-    const __m256i low = _mm256_cvtepu8_epi32(bytes), high = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+    const __m128i two = bytes(group.data + at / 2);
+    const __m256i low = _mm256_cvtepu8_epi32(two), high = _mm256_cvtepu8_epi32(_mm_srli_si128(two, 8));
     return {{look_up(group.table, low), look_up(group.table, high)},
             {look_up(group.table, _mm256_srli_epi32(low, 4)), look_up(group.table, _mm256_srli_epi32(high, 4))}};
   }
@@ -347,7 +347,7 @@ struct Input {
     }
     const Bfloat* from = static_cast<const Bfloat*>(data) + t * columns;
     int64_t d = 0;
-    for (; d + W <= columns; d += W) store(to + d, read(from + d));
+    for (; d + W <= columns; d += W) store(to + d, sixteen(from + d));
     for (; d < columns; ++d) to[d] = as_float(from[d]);
   }
 };
