@@ -25,6 +25,7 @@ from jaxllm.model.sharding import UNDIVIDED
 from tests.model.test_parity import CASES, QUICK
 from tests.support.checkpoints import CONFIG, load, random_tensors, write_checkpoint
 from tests.support.paths import GOLDEN
+from tests.support.peak_memory import peak, start_peak
 from tests.support.sizes import FEW_SLOTS
 
 
@@ -155,16 +156,12 @@ def test_progress_is_told_in_bytes(converted, capfd):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux's /proc")
 def test_converting_takes_the_memory_of_a_few_arrays(tmp_path):
-    def resident(field: str) -> int:
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
-
     config = CONFIG | {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}  # 25 MB per layer
     source = write_checkpoint(tmp_path / "source", config)
     size = (source / "model.safetensors").stat().st_size
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = resident("VmRSS")
+    before = start_peak()
     convert(str(source), tmp_path / "target")
-    assert resident("VmHWM") - before < 0.5 * size
+    assert peak() - before < 0.5 * size
 
 
 @pytest.mark.parametrize("state", ["a file", "full", "itself"])

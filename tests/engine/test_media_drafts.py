@@ -152,7 +152,6 @@ def test_a_request_gets_with_drafts_what_it_gets_without(
         assert metrics.images_encoded + metrics.sounds_encoded == encoded > 0
         has_hits = engine not in ("in order", "one block") and (kind, engine) not in FEWER
         assert again.num_cached_tokens or not has_hits
-        print(f"{metrics.draft_tokens} drafts, {metrics.accepted_tokens} kept")
         assert metrics.draft_tokens > sum(metrics.accepted_tokens) > 0
         assert metrics.preemptions or "num_kv_blocks" not in sizes
         assert metrics.compilations_after_ready == 0

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.support.paths import ROOT
+from tests.support.peak_memory import peak, start_peak
 
 _SECONDS = 30.0  # of processors, for one input
 _MEMORY = {"video": 2 << 30, "sound": 1 << 29}  # bytes, for one input; a decoder of videos may take the first
@@ -171,9 +172,9 @@ def work(medium: str, start: int, stop: int) -> None:
         attempt(medium, *draw(medium, each)[:2])  # excludes work that is done once
     for number in range(start, stop):
         part, options, kind = draw(medium, number)
-        files, before, begun = _open_files(), _start_peak(), time.process_time()
+        files, before, begun = _open_files(), start_peak(), time.process_time()
         outcome, failure = attempt(medium, part, options, number)
-        seconds, memory = time.process_time() - begun, _peak() - before
+        seconds, memory = time.process_time() - begun, peak() - before
         del part
         if not failure and seconds > _SECONDS:
             failure = f"{seconds:.1f} s"
@@ -275,25 +276,6 @@ def _processors(medium: str) -> tuple[Any, ...]:
 
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
-
-
-def _status(field: str) -> int:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
-
-
-def _start_peak() -> int:
-    """Reset Linux's peak of resident memory; return the current resident memory."""
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        return 0
-    reset.write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
 
 
 def main() -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from pathlib import Path
 
 import pytest
 
 from tests.fuzz import FEW, MANY
 from tests.fuzz.mutations import mutate
 from tests.fuzz.targets import TARGETS
+from tests.support.peak_memory import peak, start_peak
 
 MOST_SECONDS = 5.0  # of the thread, for one input
 NEVER_REFUSE = {"stream", "stop", "parsers"}  # model outputs are never invalid
@@ -33,7 +33,7 @@ def test_changed_inputs_are_taken_or_refused(name: str, count: int) -> None:
     target, chance = TARGETS[name], random.Random(zlib.crc32(name.encode()) + count)
     seeds = target.seeds()
     target.check(seeds[0])  # excludes one-time work
-    before = _start_peak()
+    before = start_peak()
     refused = 0
     for number in range(count):
         data = mutate(chance.choice(seeds), chance)
@@ -44,23 +44,4 @@ def test_changed_inputs_are_taken_or_refused(name: str, count: int) -> None:
             raise AssertionError(f"input {number}: {data[:2000]!r}") from error
         assert time.thread_time() - started < MOST_SECONDS, data[:2000]
     assert (refused > 0) != (name in NEVER_REFUSE)
-    assert _peak() - before < target.most_memory
-
-
-def _status(field: str) -> int:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
-
-
-def _start_peak() -> int:
-    """Reset Linux's peak of resident memory; return the current resident memory."""
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        return 0
-    reset.write_text("5")
-    return _status("VmRSS")
-
-
-def _peak() -> int:
-    return _status("VmHWM")
+    assert peak() - before < target.most_memory
